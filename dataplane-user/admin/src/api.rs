@@ -398,6 +398,15 @@ pub struct DnsStatus {
     pub failed: u64,
 }
 
+/// The certificates of workloads: what `GET /certs` answers with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Certificates {
+    /// Those of identities that a captured workload of the node has, sorted.
+    pub certificates: Vec<identity::Listed>,
+    /// What is wrong with the files of roots and of revoked certificates.
+    pub problems: Vec<String>,
+}
+
 /// The cache of the DNS server: what `GET /dns/cache` answers with.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DnsCache {

@@ -114,6 +114,7 @@ impl Direct {
                 workload: Party::of(workload),
                 key: CountersKey {
                     direction,
+                    is_tunnelled: false,
                     service: service.clone(),
                     peer: peer(key.addr).map_or_else(Party::nobody, |peer| Party::of(&peer)),
                     flag,

@@ -5,6 +5,7 @@
 mod access;
 pub mod api;
 mod beats;
+mod certificates;
 pub mod client;
 mod clock;
 pub mod cni;
@@ -24,6 +25,7 @@ mod server;
 mod state;
 mod view;
 
+pub use certificates::Certificates;
 pub use clock::now;
 pub use lock::lock;
 pub use server::{Error as ListenError, Listeners, serve, who_answers};

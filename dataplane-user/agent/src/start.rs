@@ -283,6 +283,9 @@ impl<'a> Wanted<'a> {
         if let Some(observer) = mesh.as_ref().and_then(Mesh::dns) {
             let _ = state.dns.set(observer);
         }
+        if let Some(certificates) = mesh.as_ref().and_then(Mesh::certificates) {
+            let _ = state.certificates.set(certificates);
+        }
         let (jobs, todo) = mpsc::channel();
         let place = Place::open(&self.socket, events.clone()).map_err(Error::Replace)?;
         let network = Network {
@@ -400,7 +403,8 @@ fn reviewer(settings: &Settings, source: &Source) -> Option<Arc<Reviewer>> {
 /// How much of the Kubernetes API is read.
 fn scope(settings: &Settings) -> Scope {
     match &settings.mesh {
-        Some(mesh) if mesh.denies() => Scope::Registry,
+        // Tunnels lead to pods on other nodes.
+        Some(mesh) if mesh.denies() || mesh.identity.is_some() => Scope::Registry,
         Some(_) => Scope::Mesh,
         None if settings.dns.as_ref().is_some_and(Dns::is_for_all) => Scope::Mesh,
         None => Scope::HostPorts,

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod ca;
+mod certs;
 mod cleanup;
 mod cni;
 mod completions;
@@ -79,6 +80,7 @@ enum Command {
     Cleanup(cleanup::CleanupArgs),
     Cni(cni::CniArgs),
     Ca(ca::CaArgs),
+    Certs(certs::CertsArgs),
     Completions(completions::CompletionsArgs),
     #[command(hide = true)]
     Opener(opener::OpenerArgs),
@@ -108,6 +110,7 @@ impl Cli {
             Command::Cleanup(args) => args.run(),
             Command::Cni(args) => args.run(),
             Command::Ca(args) => args.run(),
+            Command::Certs(args) => args.run(),
             Command::Completions(args) => args.run(),
             Command::Opener(args) => args.run(),
         }

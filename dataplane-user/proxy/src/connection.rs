@@ -2,7 +2,7 @@
 
 use std::{io, os::fd::OwnedFd, time::Duration};
 
-use relay::{Flag, Session, socket};
+use relay::{Flag, Handed, Session, socket};
 
 use super::{
     buffers::Buffers,
@@ -172,6 +172,19 @@ impl Connection {
         for end in self.ends() {
             // Fails if the connection has just ended.
             let _ = socket::keep_alive(&end.socket, after);
+        }
+    }
+
+    /// Takes it apart for another engine. The first `count` bytes of the shared buffer, or those that it holds, were read from
+    /// the client.
+    pub fn hand_over(mut self, buffers: &mut Buffers, count: usize) -> Handed {
+        let mut first = self.up.held_bytes().to_vec();
+        first.extend_from_slice(&buffers.shared()[..count]);
+        self.abandon(buffers);
+        Handed {
+            session: self.session,
+            client: self.client.socket,
+            first,
         }
     }
 

@@ -16,6 +16,7 @@ pub mod admin;
 mod buffers;
 mod connection;
 mod dump;
+mod engines;
 pub mod handover;
 mod metrics;
 mod pump;
@@ -38,11 +39,12 @@ pub use dump::Dump;
 use model::{Snapshot, WorkloadName};
 use prometheus_client::{encoding::DescriptorEncoder, registry::Registry};
 use relay::{
-    AccessLog, AttachError, Attachment, Connections, DnsFiles, Limits, Log, Relay, raise_open_files,
+    AccessLog, AttachError, Attachment, Connections, DnsFiles, Limits, Log, Relay, Tunnelling,
+    raise_open_files,
 };
 use threads::Deaths;
 
-use self::{shared::Shared, workers::Workers};
+use self::{engines::Engines, shared::Shared, workers::Workers};
 
 /// The proxy's settings.
 #[derive(Clone, Debug)]
@@ -129,7 +131,7 @@ pub enum Error {
 #[derive(Debug)]
 pub struct Proxy {
     relay: Arc<Relay>,
-    workers: Workers,
+    engines: Engines,
     /// The thread that writes the access log.
     writer: Option<JoinHandle<Option<()>>>,
 }
@@ -178,19 +180,31 @@ impl Proxy {
         let workers = Workers::start(Arc::new(shared), mailboxes, deaths).map_err(Error::Start)?;
         Ok(Self {
             relay,
-            workers,
+            engines: Engines(workers),
             writer,
         })
     }
 
+    /// Hands connections over to an engine of tunnels if their endpoints are reached through tunnels. Has an effect once,
+    /// before the first workload.
+    pub fn tunnel_by(&self, tunnels: Arc<dyn Tunnelling>) {
+        // Fails if there is one already.
+        let _ = self.engines.shared().tunnels.set(tunnels);
+    }
+
+    /// The relay, which an engine of tunnels shares with the proxy.
+    pub fn relay(&self) -> &Arc<Relay> {
+        &self.relay
+    }
+
     /// Routes new connections by this snapshot. Existing connections stay with their endpoints.
     pub fn set_snapshot(&self, snapshot: Snapshot) {
-        self.workers.shared().set_snapshot(snapshot);
+        self.engines.shared().set_snapshot(snapshot);
     }
 
     /// Sets the snapshot from another thread.
     pub fn routes(&self) -> Routes {
-        Routes(Arc::clone(self.workers.shared()))
+        Routes(Arc::clone(self.engines.shared()))
     }
 
     /// Accepts the connections of a workload.
@@ -198,13 +212,13 @@ impl Proxy {
     /// # Errors
     /// If the workload is attached already, or a socket cannot be used.
     pub fn add(&self, attachment: Attachment) -> Result<(), AttachError> {
-        self.relay.add(attachment, &self.workers)
+        self.relay.add(attachment, &self.engines)
     }
 
     /// Stops accepting connections of a workload, and resets its remaining connections at the deadline. Returns at
     /// once. Has no effect if the workload is not attached.
     pub fn remove(&self, workload: &WorkloadName, deadline: Duration) {
-        self.relay.remove(workload, deadline, &self.workers);
+        self.relay.remove(workload, deadline, &self.engines);
     }
 
     /// Stops accepting connections, waits until all have ended, and resets the remaining ones at the deadline.
@@ -224,7 +238,7 @@ impl Proxy {
 
     /// A view of the proxy for metrics and the admin endpoint.
     pub fn observer(&self) -> Observer {
-        Observer(Arc::clone(self.workers.shared()))
+        Observer(Arc::clone(self.engines.shared()))
     }
 
     /// The number of connections now.
@@ -233,7 +247,7 @@ impl Proxy {
     }
 
     fn stop(&mut self, deadline: Duration) {
-        self.relay.drain(deadline, &mut self.workers);
+        self.relay.drain(deadline, &mut self.engines);
         self.relay.log.close();
         if let Some(writer) = self.writer.take() {
             // A writer that panicked has reported it.

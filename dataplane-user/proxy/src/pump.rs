@@ -169,6 +169,11 @@ impl Pump {
         self.held.as_ref().map_or(0, Held::size)
     }
 
+    /// The bytes that the receiver's socket has not taken.
+    pub fn held_bytes(&self) -> &[u8] {
+        self.held.as_ref().map_or(&[], Held::bytes)
+    }
+
     /// Transfers all available data, and adds the bytes that the receiver's socket has taken to `bytes`.
     ///
     /// # Errors

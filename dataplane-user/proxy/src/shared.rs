@@ -5,7 +5,7 @@ use std::{
     net::SocketAddr,
     os::fd::OwnedFd,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicUsize, Ordering, fence},
         mpsc::{self, Receiver, Sender},
     },
@@ -13,7 +13,7 @@ use std::{
 };
 
 use model::Snapshot;
-use relay::{Attached, Direction, Listener, Permit, Relay};
+use relay::{Attached, Direction, Listener, Permit, Relay, Tunnelling};
 use rustix::{
     event::{EventfdFlags, eventfd},
     io::Errno,
@@ -27,6 +27,8 @@ pub struct Shared {
     pub relay: Arc<Relay>,
     /// The proxy's settings.
     pub settings: Settings,
+    /// The engine of tunnels; none: all connections are relayed in plaintext.
+    pub tunnels: OnceLock<Arc<dyn Tunnelling>>,
     /// Each worker's load.
     pub loads: Box<[Load]>,
     mailboxes: Box<[Mailbox]>,
@@ -137,6 +139,7 @@ impl Shared {
         let shared = Self {
             relay,
             settings,
+            tunnels: OnceLock::new(),
             loads: (0..count).map(|_| Load::default()).collect(),
             mailboxes: mailboxes.into(),
             warned: AtomicBool::new(false),

@@ -13,7 +13,7 @@ use std::{
 };
 
 use jiff::Timestamp;
-use model::Workload;
+use model::{Identity, Workload};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use threads::{Deaths, may_panic};
@@ -69,6 +69,8 @@ pub struct Record {
     pub flag: Flag,
     /// The error of the last endpoint that did not take the connection.
     pub error: Option<io::Error>,
+    /// The identity that the other side has proven: the client or the endpoint.
+    pub peer: Option<Box<Identity>>,
     /// Why policies refused or ended the connection.
     pub denied: Option<Box<Denied>>,
 }
@@ -85,6 +87,8 @@ struct Line {
     service: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     endpoint: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peer: Option<String>,
     bytes_received: u64,
     bytes_sent: u64,
     duration_ms: f64,
@@ -110,6 +114,7 @@ impl Line {
             dst: record.destination.to_string(),
             service: record.target.as_ref().map(|t| t.service().to_string()),
             endpoint: record.endpoint.map(|endpoint| endpoint.to_string()),
+            peer: record.peer.as_ref().map(ToString::to_string),
             bytes_received: record.bytes[0],
             bytes_sent: record.bytes[1],
             duration_ms: (record.duration.as_secs_f64() * 1e6).round() / 1e3,
@@ -130,6 +135,9 @@ impl Line {
         }
         if let Some(endpoint) = &self.endpoint {
             write!(out, " endpoint={endpoint}")?;
+        }
+        if let Some(peer) = &self.peer {
+            write!(out, " peer={peer}")?;
         }
         write!(
             out,
@@ -270,6 +278,7 @@ mod tests {
                 duration: Duration::from_micros(1500),
                 flag: Flag::ConnectFailure,
                 error: Some(io::Error::other("no")),
+                peer: None,
                 denied: None,
             });
             log.close();

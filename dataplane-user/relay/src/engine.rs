@@ -1,15 +1,19 @@
 //! The interface between the relay, which decides where connections go, and the engine that carries their bytes.
 
-use std::{sync::Arc, time::Instant};
+use std::{fmt, os::fd::OwnedFd, sync::Arc, time::Instant};
 
-use super::attachment::{Attached, Listener};
+use super::{
+    attachment::{Attached, Listener},
+    session::Session,
+};
 
 /// Carries connections: accepts them at listening sockets, begins a [`Session`](super::Session) for
 /// each, and moves its bytes until it ends.
 ///
 /// An engine chooses its threads and how they wait for sockets. The proxy's epoll workers are an engine.
 pub trait Engine {
-    /// Accepts connections at these sockets from now on.
+    /// Accepts connections at these sockets from now on: at those that it can serve, because tunnels
+    /// ([`Listener::is_tunnel`]) need another engine than plain connections.
     fn take(&self, attached: &Arc<Attached>, listeners: &Arc<[Listener]>);
 
     /// Stops accepting connections of an attachment, and resets its remaining connections at the deadline. Returns at
@@ -19,4 +23,35 @@ pub trait Engine {
     /// Stops accepting connections, waits until all have ended, and resets the remaining ones at the deadline. The
     /// engine cannot be used afterwards.
     fn drain(&mut self, deadline: Instant);
+}
+
+/// A connection that an engine has accepted, and whose endpoint is reached through a tunnel.
+#[derive(Debug)]
+pub struct Handed {
+    /// Its session, which has chosen the endpoint.
+    pub session: Session,
+    /// The client's socket, which does not block.
+    pub client: OwnedFd,
+    /// What was read from the client already.
+    pub first: Vec<u8>,
+}
+
+/// The engine of tunnels, beside the engine that accepts plain connections.
+///
+/// Its part of an [`Engine`], with all calls from any thread.
+pub trait Tunnelling: fmt::Debug + Send + Sync {
+    /// Carries a connection through a tunnel to its endpoint, from now on to its end.
+    fn carry(&self, handed: Handed);
+
+    /// As [`Engine::take`].
+    fn take(&self, attached: &Arc<Attached>, listeners: &Arc<[Listener]>);
+
+    /// As [`Engine::shut`].
+    fn shut(&self, attached: &Attached, deadline: Instant);
+
+    /// Stops accepting tunnels, and tells peers so. Connections that are handed over are still carried.
+    fn begin_drain(&self);
+
+    /// As [`Engine::drain`].
+    fn drain(&self, deadline: Instant);
 }

@@ -17,6 +17,8 @@ use super::{direction::Direction, outcome::Flag};
 pub struct CountersKey {
     /// Out of the workload or into it.
     pub direction: Direction,
+    /// Whether they go through tunnels: both sides have proven their identities.
+    pub is_tunnelled: bool,
     /// The service that the client named by its address.
     pub service: Option<ServiceName>,
     /// The workload at the other side.
@@ -171,7 +173,14 @@ impl EncodeLabelSet for Labels {
             ),
             ("request_protocol", "tcp".to_owned()),
             ("response_flags", self.key.flag.word().to_owned()),
-            ("connection_security_policy", unknown()),
+            (
+                "connection_security_policy",
+                if self.key.is_tunnelled {
+                    "mutual_tls".to_owned()
+                } else {
+                    unknown()
+                },
+            ),
         ];
         for label in labels {
             label.encode(encoder.encode_label())?;

@@ -141,6 +141,7 @@ mod tests {
             workload,
             key: CountersKey {
                 direction: Direction::Outbound,
+                is_tunnelled: false,
                 service: None,
                 peer,
                 flag: Flag::None,

@@ -39,8 +39,8 @@ pub use attachment::{AttachError, Attached, Attachment, Listener, Namespace};
 pub use counters::{Counters, Totals};
 pub use denials::{Denial, Denials};
 pub use direction::Direction;
-pub use engine::Engine;
-pub use index::{Denied, Found, Index, Target};
+pub use engine::{Engine, Handed, Tunnelling};
+pub use index::{Denied, Found, Index, Target, Way};
 pub use labels::{CountersKey, Labels, Party};
 pub use ledger::Ledger;
 use limits::Holders;
@@ -152,7 +152,8 @@ impl Relay {
             workload: workload.clone(),
             cause,
         };
-        for listener in attachment.outbound.iter().chain(&attachment.inbound) {
+        let plain = attachment.outbound.iter().chain(&attachment.inbound);
+        for listener in plain.chain(&attachment.tunnels) {
             socket::prepare(listener).map_err(failed)?;
         }
         // In another namespace the workload's own addresses are enough.

@@ -20,6 +20,16 @@ pub enum Flag {
     Recursive,
     /// No endpoint that was tried took the connection.
     ConnectFailure,
+    /// No tunnel to an endpoint could be made, or the endpoint's side refused the connection.
+    Tunnel,
+    /// One side of a tunnel refused the other in the TLS handshake.
+    Tls,
+    /// The endpoint's side does not speak HTTP/2.
+    NotH2,
+    /// This side has no certificate.
+    Identity,
+    /// The certificate of the endpoint's side is revoked.
+    Revoked,
     /// One side did not read the other side's data, and the proxy's buffers were full.
     Stalled,
     /// The client reset the connection.
@@ -43,6 +53,11 @@ impl Flag {
             Self::ClientsShare => "OM",
             Self::Recursive => "LOOP",
             Self::ConnectFailure => "UF",
+            Self::Tunnel => "CONNECT",
+            Self::Tls => "TLS_FAILURE",
+            Self::NotH2 => "H2_HANDSHAKE_FAILURE",
+            Self::Identity => "IDENTITY_ERROR",
+            Self::Revoked => "CERT_REVOKED",
             Self::Stalled => "UO",
             Self::ClientReset => "DC",
             Self::EndpointReset => "UC",

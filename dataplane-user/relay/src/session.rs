@@ -12,14 +12,14 @@ use std::{
     time::{Instant, SystemTime},
 };
 
-use model::Workload;
+use model::{Identity, Workload};
 
 use super::{
     access::Record,
     attachment::Attached,
     counters::Counters,
     direction::Direction,
-    index::{Denied, Index, Target},
+    index::{Denied, Index, Target, Way},
     limits::Client,
     outcome::Flag,
     route::{self, Route},
@@ -114,6 +114,8 @@ pub struct Session {
     counted: [u64; 2],
     accepted: Instant,
     flag: Flag,
+    /// The identity that the other side has proven: of an inbound connection the client, of an outbound one the endpoint.
+    peer: Option<Box<Identity>>,
     /// Why policies refuse it.
     denied: Option<Box<Denied>>,
     /// Last, because a workload whose permits are all back has counted everything.
@@ -166,6 +168,7 @@ impl Session {
             counted: [0; 2],
             accepted: now,
             flag: Flag::Cut,
+            peer: None,
             denied: None,
             permit,
         }
@@ -186,7 +189,26 @@ impl Session {
         self.client
     }
 
-    /// Decides where the connection goes. An inbound connection is plaintext here: its client has proven no identity. If a
+    /// The endpoint of the last attempt; the destination before the first one.
+    pub fn endpoint(&self) -> SocketAddr {
+        self.endpoint
+    }
+
+    /// Notes the identity that the other side has proven, before [`Session::route`] or [`Session::reached`].
+    pub fn prove(&mut self, peer: Identity) {
+        self.peer = Some(Box::new(peer));
+    }
+
+    /// How the chosen endpoint is reached, if the process has tunnels. A workload without an identity makes none.
+    pub fn way(&self, index: &Index) -> Way {
+        let has_identity = !self.attached().workload.account.is_empty();
+        match self.direction {
+            Direction::Outbound if has_identity => index.way(self.endpoint.ip()),
+            _ => Way::Plain,
+        }
+    }
+
+    /// Decides where the connection goes. The client of a plain inbound connection has proven no identity. If a
     /// connection is refused because its destination is not known, or because policies have not been read, an engine may
     /// ask again with a later snapshot.
     ///
@@ -228,7 +250,8 @@ impl Session {
         match self.direction {
             Direction::Outbound => Ok(()),
             Direction::Inbound => {
-                index.authorize(self.attached(), None, self.client, self.destination)
+                let peer = self.peer.as_deref();
+                index.authorize(self.attached(), peer, self.client, self.destination)
             }
         }
     }
@@ -238,7 +261,7 @@ impl Session {
         let is_inbound = self.direction == Direction::Inbound;
         let (attached, client) = (self.attached(), self.client);
         is_inbound
-            .then(|| index.forbids(attached, None, client, self.destination))
+            .then(|| index.forbids(attached, self.peer.as_deref(), client, self.destination))
             .flatten()
     }
 
@@ -326,7 +349,8 @@ impl Session {
 
     fn counters(&self, peer: Option<&Arc<Workload>>, flag: Flag) -> Arc<Counters> {
         let (attached, target) = (&self.permit.attached, self.target.as_deref());
-        attached.counters(self.direction, target, peer, flag)
+        let key = (self.direction, self.peer.is_some(), flag);
+        attached.counters(key, target, peer)
     }
 }
 
@@ -360,6 +384,7 @@ impl Drop for Session {
                 duration: self.accepted.elapsed(),
                 flag: self.flag,
                 error,
+                peer: self.peer.take(),
                 denied: self.denied.take(),
             });
         }
@@ -396,6 +421,7 @@ mod tests {
             namespace: None,
             outbound: vec![],
             inbound: vec![],
+            tunnels: vec![],
             egress: Egress::Allow,
         };
         let shared = (limits, Holders::default(), Arc::clone(&log));

@@ -20,6 +20,7 @@ use std::{
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use h2::{Reason, RecvStream, SendStream};
+use model::Identity;
 use relay::socket::reset_on_close;
 use rustix::net::{Shutdown, shutdown};
 use tokio::{
@@ -129,6 +130,11 @@ impl Flow {
         self.end.notify_one();
     }
 
+    /// Waits for [`Flow::end`], before there is a stream.
+    pub async fn until_end(&self) {
+        self.end.notified().await;
+    }
+
     fn add(&self, way: usize, bytes: usize) {
         // Only one task writes.
         let before = self.bytes[way].load(Ordering::Relaxed);
@@ -158,7 +164,7 @@ pub struct Stream {
     recv: RecvStream,
     held: Arc<Held>,
     /// Last: the tunnel has one stream less.
-    _lease: Lease,
+    lease: Lease,
 }
 
 impl Stream {
@@ -168,7 +174,21 @@ impl Stream {
             send,
             recv,
             held,
-            _lease: lease,
+            lease,
+        }
+    }
+
+    /// The identity that the peer has proven.
+    pub fn peer(&self) -> &Identity {
+        &self.lease.0.proof.peer
+    }
+
+    /// Sends bytes that were read from the socket already, before [`Stream::copy`].
+    pub fn send_first(&mut self, bytes: Vec<u8>, flow: &Flow) {
+        let count = bytes.len();
+        // Fails if the peer has reset the stream, which is seen by what follows.
+        if self.send.send_data(bytes.into(), false).is_ok() {
+            flow.add(0, count);
         }
     }
 

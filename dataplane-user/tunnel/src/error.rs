@@ -4,6 +4,7 @@ use std::{fmt, io, net::SocketAddr, sync::Arc};
 
 use http::StatusCode;
 use identity::{IdentityError, PeerError};
+use relay::Flag;
 use rustls::AlertDescription;
 
 /// What a tunnel was waiting for.
@@ -135,30 +136,35 @@ fn meaning(status: StatusCode) -> &'static str {
 }
 
 impl Error {
-    /// The word in metrics and access logs (`response_flags`).
-    pub fn word(&self) -> &'static str {
+    /// The outcome of the connection, for metrics and access logs (`response_flags`).
+    pub fn flag(&self) -> Flag {
         match self {
-            Self::Refused { status, .. } if *status == StatusCode::UNAUTHORIZED => "DENY",
-            Self::Identity(_) | Self::Roots(_) => "IDENTITY_ERROR",
+            Self::Refused { status, .. } if *status == StatusCode::UNAUTHORIZED => Flag::Denied,
+            Self::Identity(_) | Self::Roots(_) => Flag::Identity,
             Self::Peer {
                 cause: PeerError::Revoked { .. },
                 ..
-            } => "CERT_REVOKED",
+            } => Flag::Revoked,
             Self::Peer { .. }
             | Self::Alert { .. }
             | Self::Tls { .. }
             | Self::Timeout {
                 phase: Phase::Handshake,
                 ..
-            } => "TLS_FAILURE",
-            Self::NotH2 { .. } => "H2_HANDSHAKE_FAILURE",
-            _ => "CONNECT",
+            } => Flag::Tls,
+            Self::NotH2 { .. } => Flag::NotH2,
+            _ => Flag::Tunnel,
         }
+    }
+
+    /// Its word.
+    pub fn word(&self) -> &'static str {
+        self.flag().word()
     }
 
     /// Whether another endpoint may be tried: it may not if a policy denies the connection, or if this side has no
     /// certificate.
     pub fn may_try_another(&self) -> bool {
-        !matches!(self.word(), "DENY" | "IDENTITY_ERROR")
+        !matches!(self.flag(), Flag::Denied | Flag::Identity)
     }
 }

@@ -126,6 +126,11 @@ impl Listening {
         let _ = timeout(deadline, self.order.closed()).await;
     }
 
+    /// Whether all streams have ended, after [`Listening::begin_drain`].
+    pub fn is_drained(&self) -> bool {
+        self.order.is_closed()
+    }
+
     /// Starts to drain, and returns at once.
     pub fn begin_drain(&self) {
         self.order.send_replace(Order::Drain);

@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod copy;
+mod engine;
 mod error;
 mod guard;
 mod inbound;
@@ -23,6 +24,7 @@ mod workers;
 use std::{io, net::TcpListener, sync::Arc, thread::available_parallelism, time::Duration};
 
 pub use copy::{Ended, Flow, Stream};
+pub use engine::{Engine, Manner};
 pub use error::{Error, Phase};
 use identity::Identities;
 pub use inbound::{Accepted, Inbound, Listening, Refusal, Request};
@@ -30,6 +32,7 @@ use model::Identity;
 pub use outbound::{Connect, Dial, Outbound};
 pub use pool::Key;
 use threads::Deaths;
+pub use tls::provider;
 pub use tunnel::Tunnel;
 
 use self::{

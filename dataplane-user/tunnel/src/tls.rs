@@ -44,6 +44,11 @@ static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
     Arc::new(provider)
 });
 
+/// The cryptography of all tunnels, for the source of certificates.
+pub fn provider() -> Arc<CryptoProvider> {
+    Arc::clone(&PROVIDER)
+}
+
 /// The present roots, read once for each change.
 #[derive(Debug)]
 pub struct Trust {

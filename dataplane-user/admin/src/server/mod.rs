@@ -293,7 +293,7 @@ fn admin_routes(context: &Arc<Context>) -> Router {
         .route(
             "/",
             get(|| async {
-                "/status /services /pools /mesh /dns/cache /metrics /version /healthz/ready\n"
+                "/status /services /pools /mesh /dns/cache /certs /metrics /version /healthz/ready\n"
             }),
         )
         .route("/version", get(|| async { Json(Version::own()) }))
@@ -302,9 +302,21 @@ fn admin_routes(context: &Arc<Context>) -> Router {
         .route("/pools", get(get_pools))
         .route("/mesh", get(get_mesh))
         .route("/dns/cache", get(dns::get))
+        .route("/certs", get(get_certs))
         .with_state(Arc::clone(context))
         .merge(metrics_routes(context))
         .merge(health_routes(context))
+}
+
+async fn get_certs(Shared(context): Shared<Arc<Context>>) -> Response {
+    answer(move || match context.state.certificates.get() {
+        Some(certificates) => Ok(Json(certificates.list())),
+        None => Err(
+            "connections are not encrypted; set mesh.identity in the agent's configuration\n"
+                .to_owned(),
+        ),
+    })
+    .await
 }
 
 /// Whether the agent answers, and none of its threads hangs. Readiness shows whether it works.

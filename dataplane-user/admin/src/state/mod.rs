@@ -23,8 +23,8 @@ use tokio::sync::watch;
 
 pub use self::show::endpoints;
 use super::{
-    api, beats::Beats, clock::now, counters::Counters, direct::Direct, flows::FlowFigures,
-    lock::lock, pulse::Pulse, view,
+    api, beats::Beats, certificates::Certificates, clock::now, counters::Counters, direct::Direct,
+    flows::FlowFigures, lock::lock, pulse::Pulse, view,
 };
 
 /// The agent's state.
@@ -57,6 +57,8 @@ pub struct State {
     pub proxy: OnceLock<Observer>,
     /// The agent's DNS server, if there is one.
     pub dns: OnceLock<dns::Observer>,
+    /// The certificates of workloads, if connections are encrypted.
+    pub certificates: OnceLock<Certificates>,
     direct: Mutex<Direct>,
     ready: AtomicBool,
     started: u64,
@@ -139,6 +141,7 @@ impl State {
             inherited,
             proxy: OnceLock::new(),
             dns: OnceLock::new(),
+            certificates: OnceLock::new(),
             direct: Mutex::default(),
             ready: AtomicBool::new(false),
             started: now(),

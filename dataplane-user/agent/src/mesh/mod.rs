@@ -8,6 +8,7 @@ mod cni_requests;
 mod cni_results;
 mod discover;
 mod dns;
+mod encryption;
 mod found;
 mod guard;
 mod guest_queries;
@@ -33,12 +34,13 @@ use std::{
 };
 
 use ::dns::Room;
+use admin::Certificates;
 use dataplane_common::capture::{Enrolled, FROM_CLIENT};
 use kernel::{Capture, CaptureOptions, namespaces};
 use model::{Place, Snapshot, WorkloadName};
 use plan::{
     Captured,
-    enrol::{Enroller, MeshStatements, members},
+    enrol::{Enroller, Member, MeshStatements, members},
 };
 use proxy::{Observer, Proxy, handover::Named};
 use relay::raise_open_files;
@@ -48,8 +50,8 @@ use threads::Deaths;
 use tracing::debug;
 
 use self::{
-    attach::Attached, boot::BootGuard, cni_requests::CniRequests, dns::Dns, found::Found,
-    guard::Closed, packets::Packets, problems::Problems,
+    attach::Attached, boot::BootGuard, cni_requests::CniRequests, dns::Dns, encryption::Encryption,
+    found::Found, guard::Closed, packets::Packets, problems::Problems,
 };
 pub use self::{places::namespace_with, published::Published, settle::Settled};
 
@@ -93,12 +95,51 @@ pub fn options(settings: &Settings) -> CaptureOptions {
     }
 }
 
+/// The settings of the agent's proxy.
+fn proxy_settings(config: &settings::Mesh, options: &CaptureOptions) -> proxy::Settings {
+    let proxy = &config.proxy;
+    let time = |time: settings::Timeout| Duration::from_secs(time.seconds().into());
+    proxy::Settings {
+        mark: Some(options.mark),
+        transparent_mark: Some(options.mark | FROM_CLIENT),
+        transparent: proxy.keep_source.unwrap_or(true),
+        idle_timeout: proxy.idle_timeout.map(time),
+        hold: proxy.hold_timeout.map_or(HOLD, time),
+        access_log: proxy.access_log.unwrap_or_default(),
+        max_connections: proxy.max_connections.map(|max| max as usize),
+        max_per_workload: proxy.max_connections_per_workload.map(|max| max as usize),
+        ..proxy::Settings::default()
+    }
+}
+
+/// The settings of tunnels: connections through them are as those of the proxy.
+fn tunnel_settings(
+    identity: &settings::MeshIdentity,
+    proxy: &proxy::Settings,
+) -> (tunnel::Manner, tunnel::Settings) {
+    let manner = tunnel::Manner {
+        trust_domain: identity.trust_domain().into(),
+        mark: proxy.mark,
+        transparent_mark: proxy.transparent_mark.filter(|_| proxy.transparent),
+        connect_timeout: proxy.connect_timeout,
+        idle_timeout: proxy.idle_timeout,
+        keepalive: proxy.keepalive,
+    };
+    let settings = tunnel::Settings {
+        connect: proxy.connect_timeout,
+        ..tunnel::Settings::default()
+    };
+    (manner, settings)
+}
+
 /// The captured workloads, with the proxy and the DNS server.
 pub struct Mesh {
     config: settings::Mesh,
     options: CaptureOptions,
     /// The agent's own proxy; `None` if the proxy is another program, or if only queries are captured.
     proxy: Option<Proxy>,
+    /// The certificates of the captured workloads; `None`: connections are not encrypted.
+    encryption: Option<Encryption>,
     /// The agent's DNS server; `None` if it has no clients.
     dns: Option<Dns>,
     /// Writes on Pods that they are captured; `None` if the configuration does not ask for it.
@@ -169,29 +210,19 @@ impl Mesh {
         let proxy = if options.foreign || settings.mesh.is_none() {
             None
         } else {
+            let settings = proxy_settings(&config, &options);
             let settings = proxy::Settings {
-                mark: Some(options.mark),
-                transparent_mark: Some(options.mark | FROM_CLIENT),
                 dns_files: dns.map(|_| dns::files(room)).unwrap_or_default(),
-                transparent: config.proxy.keep_source.unwrap_or(true),
-                idle_timeout: config
-                    .proxy
-                    .idle_timeout
-                    .map(|time| Duration::from_secs(time.seconds().into())),
-                hold: config
-                    .proxy
-                    .hold_timeout
-                    .map_or(HOLD, |time| Duration::from_secs(time.seconds().into())),
-                access_log: config.proxy.access_log.unwrap_or_default(),
-                max_connections: config.proxy.max_connections.map(|max| max as usize),
-                max_per_workload: config
-                    .proxy
-                    .max_connections_per_workload
-                    .map(|max| max as usize),
-                ..proxy::Settings::default()
+                ..settings
             };
             Some(Proxy::start(settings, deaths).map_err(super::Error::Proxy)?)
         };
+        let encryption = proxy.as_ref().zip(config.identity.as_ref());
+        let encryption = encryption.map(|(proxy, identity)| {
+            let how = tunnel_settings(identity, &proxy_settings(&config, &options));
+            Encryption::start(identity, proxy, how, deaths)
+        });
+        let encryption = encryption.transpose().map_err(super::Error::Thread)?;
         let dns = dns.map(|dns| {
             let lease = capture.query_lease();
             Dns::start(dns, config.reachable(), lease, room, deaths)
@@ -208,6 +239,7 @@ impl Mesh {
         Ok(Self {
             options,
             proxy,
+            encryption,
             dns,
             announcer: None,
             published,
@@ -250,6 +282,20 @@ impl Mesh {
         self.verified = to;
     }
 
+    /// Looks at the certificates of workloads, if connections are encrypted.
+    pub fn certificates(&self) -> Option<Certificates> {
+        let encryption = self.encryption.as_ref()?;
+        Some(Certificates::new(Arc::clone(encryption.store())))
+    }
+
+    /// Gets certificates for the captured workloads of this node.
+    fn certify(&self, members: &[Member]) {
+        if let Some(encryption) = &self.encryption {
+            let here = members.iter().map(|member| &*member.workload);
+            encryption.want(here.filter(|workload| workload.place == Place::Address));
+        }
+    }
+
     /// Publishes snapshots to the proxy and to the DNS server.
     pub fn published(&self) -> &Published {
         &self.published
@@ -269,6 +315,7 @@ impl Mesh {
         }
         self.published.publish(snapshot, false);
         let mut members = members(&self.said, &self.cni.complete(snapshot));
+        self.certify(&members);
         members.retain(|member| member.workload.place == Place::Address && !member.is_by_packets());
         let wanted = self.wanted(&members, &[], capture.held());
         let found = Found::look(&wanted, self.own_cookie);

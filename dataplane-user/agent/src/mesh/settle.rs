@@ -93,6 +93,7 @@ impl Mesh {
     ) -> Result<Settled, kernel::Error> {
         let snapshot = &self.cni.complete(snapshot);
         let members = members(&self.said, snapshot);
+        self.certify(&members);
         let of_node = Member::of_node(snapshot);
         let held = kernel.capture().held();
         let view = self.look(snapshot, &members, held, kernel.waits());

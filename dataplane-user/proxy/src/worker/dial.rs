@@ -3,10 +3,13 @@
 use std::{collections::VecDeque, io, time::Instant};
 
 use relay::{
-    Direction, Flag,
+    Direction, Flag, Way,
     socket::{self, From, Manner},
 };
-use rustix::{event::epoll::EventFlags, net::sockopt as option};
+use rustix::{
+    event::epoll::{self, EventFlags},
+    net::sockopt as option,
+};
 
 use super::Worker;
 use crate::{connection::Side, table::Key};
@@ -30,6 +33,11 @@ impl Worker {
                 self.finish(key, Flag::ConnectFailure, true);
                 return;
             };
+            let plain = matches!(session.way(&self.index), Way::Plain);
+            if !plain && self.shared.tunnels.get().is_some() {
+                self.hand_over(key, first);
+                return;
+            }
             let attempt = session.attempt().unwrap_or_default();
             let transparent = settings.transparent && session.direction() == Direction::Inbound;
             let manner = Manner {
@@ -81,6 +89,19 @@ impl Worker {
                 Err(error) => self.failed(key, error),
             }
         }
+    }
+
+    /// Hands a connection over to the engine of tunnels, after the choice of its endpoint.
+    fn hand_over(&mut self, key: Key, first: usize) {
+        let (Some(connection), Some(tunnels)) = (self.table.remove(key), self.shared.tunnels.get())
+        else {
+            return;
+        };
+        let handed = connection.hand_over(&mut self.buffers, first);
+        // Fails if this worker does not wait for it yet.
+        let _ = epoll::delete(&self.epoll, &handed.client);
+        tunnels.carry(handed);
+        self.load().sub();
     }
 
     /// Gives up an attempt at the deadline.

@@ -58,6 +58,18 @@ pub enum Found {
     Unknown,
 }
 
+/// How an address is reached.
+#[derive(Clone, Debug)]
+pub enum Way {
+    /// In plaintext.
+    Plain,
+    /// Through a tunnel to this workload.
+    Tunnel(Arc<Workload>),
+    /// Not at all: several workloads have the address, and one of them is reached through a tunnel. A new pod may have an
+    /// address before the old pod is gone.
+    Unclear,
+}
+
 impl Index {
     /// Returns the index of a new snapshot.
     #[must_use]
@@ -131,6 +143,20 @@ impl Index {
             [workload] if !self.snapshot.node.addresses.contains(&addr) => Some(workload),
             _ => None,
         }
+    }
+
+    /// How an address is reached: through a tunnel if its workload speaks HBONE.
+    pub fn way(&self, addr: IpAddr) -> Way {
+        match self.workloads_at(addr) {
+            [workload] if workload.speaks_hbone => Way::Tunnel(Arc::clone(workload)),
+            several if several.iter().any(|workload| workload.speaks_hbone) => Way::Unclear,
+            _ => Way::Plain,
+        }
+    }
+
+    /// All workloads with an address.
+    pub fn workloads_at(&self, addr: IpAddr) -> &[Arc<Workload>] {
+        self.workloads.get(&addr).map_or(&[], |all| all)
     }
 
     /// Looks a destination up. A service's exact address and port comes before anything else with the

@@ -178,6 +178,7 @@ mod tests {
             namespace: None,
             outbound: vec![],
             inbound: vec![],
+            tunnels: vec![],
             egress: model::Egress::Allow,
         };
         let limits = Arc::new(Limits::new(Some(1), None, 1024));

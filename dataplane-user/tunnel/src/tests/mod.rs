@@ -1,7 +1,7 @@
 //! Tests over the loopback interface: both sides of this crate against each other, and each against a raw peer.
 
 mod faults;
-mod fixture;
+pub mod fixture;
 mod floods;
 mod pooling;
 mod raw;

@@ -1,0 +1,120 @@
+//! Streams of peers, which lead to the application of a workload.
+
+use std::{io, net::SocketAddr, sync::Arc, time::Instant};
+
+use relay::{
+    Attached, Direction, Flag, Permit, Session,
+    socket::{self, From, Manner},
+};
+use tokio::{net::TcpStream, time::timeout};
+
+use super::{
+    super::{
+        copy::{Ended, Flow},
+        error::Error,
+        inbound::{Accepted, Inbound, Refusal, Request},
+    },
+    Shared,
+    dial::dial,
+};
+
+/// Leads streams to one workload.
+pub struct Arrive {
+    shared: Arc<Shared>,
+    attached: Arc<Attached>,
+}
+
+impl Arrive {
+    /// To this workload.
+    pub fn new(shared: &Arc<Shared>, attached: &Arc<Attached>) -> Self {
+        Self {
+            shared: Arc::clone(shared),
+            attached: Arc::clone(attached),
+        }
+    }
+
+    /// Begins the session of a stream, if it may connect.
+    fn begin(&self, request: Request) -> Result<(Session, SocketAddr), Refusal> {
+        let destination = request.destination().ok_or(Refusal::BadRequest)?;
+        let destination = socket::plain(destination);
+        if !self.attached.workload.addresses.contains(&destination.ip()) {
+            return Err(Refusal::BadRequest);
+        }
+        let inbound = Direction::Inbound;
+        let permit = Permit::acquire(&self.attached, inbound).ok_or(Refusal::Unavailable)?;
+        let (client, now) = (request.client, Instant::now());
+        let mut session = Session::begin(permit, inbound, client, destination, 1, now);
+        session.prove(request.peer);
+        let (_, index) = self.shared.relay.index();
+        if let Err(refusal) = session.route(&index) {
+            session.end(refusal.flag);
+            return Err(match refusal.flag {
+                Flag::Denied => Refusal::Denied,
+                Flag::Recursive => Refusal::BadRequest,
+                _ => Refusal::Unavailable,
+            });
+        }
+        Ok((session, destination))
+    }
+
+    /// Connects to the application, as the proxy does for plain connections.
+    async fn connect_to(&self, client: SocketAddr, to: SocketAddr) -> io::Result<TcpStream> {
+        let manner = &self.shared.manner;
+        let plain = Manner {
+            mark: manner.transparent_mark.or(manner.mark),
+            from: manner.transparent_mark.map(|_| From {
+                ip: client.ip(),
+                port: None,
+                by_loopback: self.attached.namespace.is_some(),
+            }),
+            speaks: false,
+        };
+        let dialled = timeout(manner.connect_timeout, dial(&self.attached, to, plain)).await;
+        let socket = dialled.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+        socket::send_at_once(&socket);
+        if let Some(after) = manner.keepalive {
+            // Fails if the connection has just ended.
+            let _ = socket::keep_alive(&socket, after);
+        }
+        Ok(socket)
+    }
+}
+
+impl Inbound for Arrive {
+    async fn connect(&self, request: Request) -> Result<Accepted, Refusal> {
+        let client = request.client;
+        let (mut session, destination) = self.begin(request)?;
+        let entry = self.shared.live.add(&self.attached, Direction::Inbound);
+        // Never refused: there is one destination, and no attempt before.
+        session.next_endpoint();
+        let connected = tokio::select! {
+            connected = self.connect_to(client, destination) => connected,
+            () = entry.flow().until_end() => {
+                session.end(entry.cause());
+                return Err(Refusal::Unavailable);
+            }
+        };
+        let socket = match connected {
+            Ok(socket) => socket,
+            Err(error) => {
+                session.failed(error);
+                session.end(Flag::ConnectFailure);
+                return Err(Refusal::Unavailable);
+            }
+        };
+        let (_, index) = self.shared.relay.index();
+        session.reached(&index);
+        entry.reached(session);
+        let flow: Arc<Flow> = Arc::clone(entry.flow());
+        Ok(Accepted {
+            socket,
+            flow,
+            done: Box::new(move |ended: Ended| entry.end(ended)),
+        })
+    }
+
+    fn failed(&self, client: SocketAddr, error: &Error) {
+        let name = &self.attached.workload.name;
+        tracing::debug!("{name}: tunnel from {client}: {error}");
+    }
+}

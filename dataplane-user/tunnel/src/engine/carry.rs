@@ -1,0 +1,176 @@
+//! Connections of workloads that go through tunnels.
+
+use std::{io, sync::Arc};
+
+use http::{HeaderValue, Uri};
+use identity::Identities;
+use model::Workload;
+use relay::{
+    Direction, Flag, Handed, Session, Way,
+    socket::{self, Manner},
+};
+use tokio::{io::Interest, net::TcpStream};
+
+use super::{
+    super::{
+        copy::Stream,
+        outbound::{Connect, Dial, Outbound},
+        pool::Key,
+    },
+    Shared,
+    dial::dial,
+    id, peer, reset,
+};
+
+/// Carries a connection to its end.
+pub async fn carry<I: Identities + 'static>(
+    shared: Arc<Shared>,
+    handed: Handed,
+    outbound: Outbound<I>,
+) {
+    let Handed {
+        mut session,
+        client,
+        first,
+    } = handed;
+    let client = match TcpStream::from_std(client.into()) {
+        Ok(client) => client,
+        Err(error) => {
+            session.failed(error);
+            session.end(Flag::Tunnel);
+            return;
+        }
+    };
+    let entry = shared.live.add(session.attached(), Direction::Outbound);
+    let connected = tokio::select! {
+        biased;
+        connected = connect(&shared, &mut session, &outbound) => connected,
+        () = entry.flow().until_end() => Err(entry.cause()),
+        // A client that resets the connection does not wait any more.
+        _ = client.ready(Interest::ERROR) => Err(reset(Direction::Outbound, true)),
+    };
+    let mut stream = match connected {
+        Ok(stream) => stream,
+        Err(flag) => {
+            socket::reset_on_close(&client);
+            session.end(flag);
+            return;
+        }
+    };
+    if let Some(after) = shared.manner.keepalive {
+        // Fails if the connection has just ended.
+        let _ = socket::keep_alive(&client, after);
+    }
+    entry.reached(session);
+    if !first.is_empty() {
+        stream.send_first(first, entry.flow());
+    }
+    let ended = stream.copy(client, entry.flow()).await;
+    entry.end(ended);
+}
+
+/// Makes a stream to the endpoint that the session has chosen, or to the next ones.
+async fn connect<I: Identities + 'static>(
+    shared: &Arc<Shared>,
+    session: &mut Session,
+    outbound: &Outbound<I>,
+) -> Result<Stream, Flag> {
+    loop {
+        let (_, index) = shared.relay.index();
+        let (flag, error) = match session.way(&index) {
+            Way::Tunnel(workload) => match request(shared, session, &workload) {
+                Ok(wanted) => match outbound.connect(&wanted).await {
+                    Ok(stream) => {
+                        session.prove(stream.peer().clone());
+                        session.reached(&index);
+                        return Ok(stream);
+                    }
+                    Err(error) => {
+                        let (flag, may_try) = (error.flag(), error.may_try_another());
+                        let error = io::Error::other(error);
+                        if !may_try {
+                            session.failed(error);
+                            return Err(flag);
+                        }
+                        (flag, error)
+                    }
+                },
+                Err(error) => (Flag::Identity, error),
+            },
+            // The connection began as an encrypted one.
+            Way::Plain => (
+                Flag::Tunnel,
+                io::Error::other(
+                    "the endpoint does not speak HBONE, and an endpoint that does failed before",
+                ),
+            ),
+            Way::Unclear => (
+                Flag::Tunnel,
+                io::Error::other(
+                    "several workloads have the endpoint's address: whose tunnel leads there is not known yet",
+                ),
+            ),
+        };
+        session.failed(error);
+        if session.next_endpoint().is_none() {
+            return Err(flag);
+        }
+    }
+}
+
+/// The stream that leads to the session's endpoint, in this workload.
+fn request(shared: &Arc<Shared>, session: &Session, to: &Workload) -> io::Result<Connect> {
+    let domain = &shared.manner.trust_domain;
+    let (attached, endpoint) = (session.attached(), session.endpoint());
+    let identity = |workload: &Workload| {
+        workload.identity(domain).ok_or_else(|| {
+            let name = &workload.name;
+            io::Error::other(format!(
+                "{name} has no service account, so it has no identity"
+            ))
+        })
+    };
+    let own = attached.source(Direction::Outbound, session.client().ip());
+    let authority: Uri = endpoint.to_string().parse().map_err(io::Error::other)?;
+    Ok(Connect {
+        key: Key {
+            source: identity(&attached.workload)?,
+            expected: [identity(to)?].into(),
+            from: own,
+            to: peer(endpoint, shared.port),
+            workload: id(to).into(),
+        },
+        dial: dialling(shared, session),
+        authority,
+        client: Some((own, session.client().port()).into()),
+        baggage: baggage(&attached.workload),
+        traceparent: None,
+    })
+}
+
+/// Connects as the proxy does for the workload.
+fn dialling(shared: &Shared, session: &Session) -> Dial {
+    let (attached, mark) = (Arc::clone(session.attached()), shared.manner.mark);
+    Arc::new(move |to| {
+        let attached = Arc::clone(&attached);
+        let manner = Manner {
+            mark,
+            ..Manner::default()
+        };
+        Box::pin(async move { dial(&attached, to, manner).await })
+    })
+}
+
+/// The names of the client, as Istio's proxies send them.
+fn baggage(workload: &Workload) -> Option<HeaderValue> {
+    let telemetry = &workload.telemetry;
+    let text = format!(
+        "k8s.namespace.name={},k8s.deployment.name={},k8s.pod.name={},service.name={},service.version={}",
+        workload.name.namespace(),
+        telemetry.workload,
+        workload.name.name(),
+        telemetry.canonical_service,
+        telemetry.canonical_revision,
+    );
+    HeaderValue::try_from(text).ok()
+}

@@ -1,0 +1,199 @@
+//! The connections that the engine carries.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use relay::{Attached, Direction, Flag, Index, Session};
+
+use super::{
+    super::copy::{Ended, Flow},
+    reset,
+};
+
+/// All connections.
+#[derive(Debug, Default)]
+pub struct Live(Mutex<Table>);
+
+#[derive(Debug, Default)]
+struct Table {
+    all: HashMap<u64, Arc<One>>,
+    next: u64,
+}
+
+/// A connection.
+#[derive(Debug)]
+struct One {
+    attachment: u64,
+    direction: Direction,
+    flow: Arc<Flow>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// From the time when both sides are connected.
+    session: Option<Session>,
+    /// Why it is ended by this side.
+    cause: Flag,
+    /// What it had carried when it was last looked at, and since when.
+    carried: [u64; 2],
+    since: Instant,
+}
+
+impl One {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn end(&self, cause: Flag) {
+        self.state().cause = cause;
+        self.flow.end();
+    }
+
+    /// From the client, and to the client.
+    fn bytes(&self) -> [u64; 2] {
+        let [from_socket, to_socket] = self.flow.bytes();
+        match self.direction {
+            Direction::Outbound => [from_socket, to_socket],
+            Direction::Inbound => [to_socket, from_socket],
+        }
+    }
+}
+
+/// A connection's entry in [`Live`], until it is dropped.
+#[derive(Debug)]
+pub struct Entry {
+    live: Arc<Live>,
+    id: u64,
+    one: Arc<One>,
+}
+
+impl Live {
+    /// Adds a connection of an attachment that is not connected further yet.
+    pub fn add(self: &Arc<Self>, attached: &Attached, direction: Direction) -> Entry {
+        let one = Arc::new(One {
+            attachment: attached.id,
+            direction,
+            flow: Arc::default(),
+            state: Mutex::new(State {
+                session: None,
+                cause: Flag::Cut,
+                carried: [0; 2],
+                since: Instant::now(),
+            }),
+        });
+        let mut table = self.lock();
+        let id = table.next;
+        table.next += 1;
+        table.all.insert(id, Arc::clone(&one));
+        drop(table);
+        Entry {
+            live: Arc::clone(self),
+            id,
+            one,
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn all(&self) -> Vec<Arc<One>> {
+        self.lock().all.values().cloned().collect()
+    }
+
+    /// Whether no connection of these attachments is left.
+    pub fn is_empty(&self, of: impl Fn(u64) -> bool) -> bool {
+        !self.lock().all.values().any(|one| of(one.attachment))
+    }
+
+    /// Resets the connections of these attachments.
+    pub fn cut(&self, of: impl Fn(u64) -> bool) {
+        let all = self.all().into_iter();
+        all.filter(|one| of(one.attachment))
+            .for_each(|one| one.end(Flag::Cut));
+    }
+
+    /// Resets the connections that policies forbid by now.
+    pub fn judge(&self, index: &Index) {
+        for one in self.all() {
+            let mut state = one.state();
+            let Some(session) = &mut state.session else {
+                continue;
+            };
+            if let Some(denied) = session.forbidden(index) {
+                session.deny(denied);
+                drop(state);
+                one.end(Flag::Denied);
+            }
+        }
+    }
+
+    /// Brings the counters up to date, and resets connections that have been idle for so long.
+    pub fn count(&self, idle: Option<Duration>) {
+        let now = Instant::now();
+        for one in self.all() {
+            let bytes = one.bytes();
+            let mut state = one.state();
+            let Some(session) = &mut state.session else {
+                continue;
+            };
+            session.bytes = bytes;
+            session.count();
+            if state.carried != bytes {
+                (state.carried, state.since) = (bytes, now);
+            }
+            if idle.is_some_and(|idle| now - state.since >= idle) {
+                drop(state);
+                one.end(Flag::Idle);
+            }
+        }
+    }
+}
+
+impl Entry {
+    /// What the connection carries, and a way to end it.
+    pub fn flow(&self) -> &Arc<Flow> {
+        &self.one.flow
+    }
+
+    /// Takes the session of a connection whose sides are both connected.
+    pub fn reached(&self, session: Session) {
+        let mut state = self.one.state();
+        state.session = Some(session);
+        state.since = Instant::now();
+    }
+
+    /// Why it is ended by this side.
+    pub fn cause(&self) -> Flag {
+        self.one.state().cause
+    }
+
+    /// Ends the connection's session.
+    pub fn end(self, ended: Ended) {
+        let by_socket = ended == Ended::SocketReset;
+        let flag = match ended {
+            Ended::Closed => Flag::None,
+            Ended::SocketReset | Ended::StreamReset => reset(self.one.direction, by_socket),
+            Ended::Stalled => Flag::Stalled,
+            Ended::Ended => self.cause(),
+        };
+        let session = self.one.state().session.take();
+        if let Some(mut session) = session {
+            if flag == Flag::Stalled {
+                session.attached().count_stalled(Instant::now());
+            }
+            session.bytes = self.one.bytes();
+            session.end(flag);
+        }
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        self.live.lock().all.remove(&self.id);
+    }
+}

@@ -1,0 +1,312 @@
+//! The proxy and the engine in one process: a client's connection goes through a tunnel to an application.
+
+use std::{
+    io::{self, Read as _, Write},
+    net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream},
+    sync::{Arc, Mutex},
+    thread,
+    time::{Duration, Instant},
+};
+
+use model::{
+    Egress, Endpoint, Hints, Place, Protocol, Records, Service, ServiceName, ServicePort,
+    ServiceType, Snapshot, TrafficPolicy, Workload, WorkloadName,
+};
+use proxy::{Proxy, Settings};
+use relay::Attachment;
+use smallvec::smallvec;
+use threads::none_dies;
+
+use super::{Engine, Manner};
+use crate::{
+    Error, Tunnels,
+    tests::fixture::{Certificates, identity, settings, to},
+};
+
+const VIP: Ipv4Addr = Ipv4Addr::new(127, 0, 1, 1);
+const SERVER: Ipv4Addr = Ipv4Addr::new(127, 0, 1, 5);
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The access log.
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+struct World {
+    proxy: Proxy,
+    engine: Arc<Engine<Certificates>>,
+    log: Lines,
+    vip: SocketAddr,
+    /// Where the server accepts tunnels.
+    tunnels: SocketAddr,
+    application: TcpListener,
+}
+
+fn workload(name: &str, addresses: &[Ipv4Addr]) -> Arc<Workload> {
+    Arc::new(Workload {
+        addresses: addresses.iter().map(|addr| (*addr).into()).collect(),
+        account: name.into(),
+        speaks_hbone: true,
+        ..Workload::new(WorkloadName::new("shop", name), Place::Address)
+    })
+}
+
+/// A service with one endpoint.
+fn service(vip: SocketAddr, endpoint: SocketAddr) -> Service {
+    let endpoint = Endpoint {
+        addr: endpoint.ip(),
+        port: endpoint.port(),
+        local: false,
+        ready: true,
+        serving: true,
+        terminating: false,
+        hints: Hints::default(),
+    };
+    Service {
+        name: ServiceName::new("shop", "web"),
+        kind: ServiceType::ClusterIp,
+        created: None,
+        cluster_ips: smallvec![vip.ip()],
+        external_ips: smallvec![],
+        load_balancer_ips: smallvec![],
+        source_ranges: smallvec![],
+        affinity: None,
+        internal_policy: TrafficPolicy::Cluster,
+        external_policy: TrafficPolicy::Cluster,
+        health_check_node_port: None,
+        aside: Vec::new(),
+        records: Records::ClusterIps,
+        ports: smallvec![ServicePort {
+            name: "".into(),
+            port: vip.port(),
+            protocol: Protocol::Tcp,
+            node_port: None,
+            endpoints: vec![endpoint],
+            weights: None,
+            split: None,
+        }],
+    }
+}
+
+impl World {
+    fn new() -> Self {
+        let log = Lines::default();
+        let plain = Settings {
+            workers: 1,
+            connect_timeout: PATIENCE,
+            ..Settings::default()
+        };
+        let proxy = Proxy::start_logging_to(plain, log.clone(), &none_dies()).unwrap();
+        let bound = |ip: Ipv4Addr| TcpListener::bind((ip, 0)).unwrap();
+        let (listener, accepting) = (bound(Ipv4Addr::UNSPECIFIED), bound(SERVER));
+        let application = bound(SERVER);
+        let tunnels = accepting.local_addr().unwrap();
+        let vip = SocketAddr::new(VIP.into(), listener.local_addr().unwrap().port());
+        let certificates = Certificates::new();
+        let manner = Manner {
+            trust_domain: "cluster.local".into(),
+            mark: None,
+            transparent_mark: None,
+            connect_timeout: PATIENCE,
+            idle_timeout: None,
+            keepalive: Some(Duration::from_mins(3)),
+        };
+        let made = Tunnels::start(settings(), certificates, &none_dies()).unwrap();
+        let relay = Arc::clone(proxy.relay());
+        let engine = Engine::with_port(made, relay, manner, tunnels.port());
+        proxy.tunnel_by(Arc::clone(&engine) as _);
+        let mut snapshot = Snapshot::default();
+        let (client, server) = (workload("client", &[]), workload("server", &[SERVER]));
+        for of in [&client, &server] {
+            snapshot.workloads.insert(of.name.clone(), Arc::clone(of));
+        }
+        let web = service(vip, application.local_addr().unwrap());
+        snapshot.services.insert(web.name.clone(), Arc::new(web));
+        proxy.set_snapshot(snapshot);
+        for (workload, outbound, tunnels) in [
+            (client, vec![listener], vec![]),
+            (server, vec![], vec![accepting]),
+        ] {
+            let attached = proxy.add(Attachment {
+                workload,
+                namespace: None,
+                outbound,
+                inbound: vec![],
+                tunnels,
+                egress: Egress::Allow,
+            });
+            attached.unwrap();
+        }
+        Self {
+            proxy,
+            engine,
+            log,
+            vip,
+            tunnels,
+            application,
+        }
+    }
+
+    fn connect(&self) -> TcpStream {
+        let stream = TcpStream::connect(self.vip).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream
+    }
+
+    fn accept(&self) -> TcpStream {
+        let (stream, _) = self.application.accept().unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream
+    }
+
+    /// Ends it, and returns the access log.
+    fn end(self) -> Vec<String> {
+        drop(self.engine);
+        self.proxy.drain(PATIENCE);
+        let log = self.log.0.lock().unwrap();
+        let text = String::from_utf8(log.clone()).unwrap();
+        text.lines().map(ToOwned::to_owned).collect()
+    }
+}
+
+fn read(mut stream: &TcpStream) -> io::Result<String> {
+    let mut text = String::new();
+    stream.read_to_string(&mut text).map(|_| text)
+}
+
+#[test]
+fn a_connection_goes_through_a_tunnel_with_what_was_read_before() {
+    let world = World::new();
+    let mut client = world.connect();
+    // The proxy reads this before it knows that there is a tunnel.
+    client.write_all(b"first").unwrap();
+    let mut server = world.accept();
+    let mut first = [0; 5];
+    server.read_exact(&mut first).unwrap();
+    assert_eq!(&first, b"first");
+    client.write_all(b" and then").unwrap();
+    client.shutdown(Shutdown::Write).unwrap();
+    assert_eq!(read(&server).unwrap(), " and then");
+    // The other direction is still open.
+    server.write_all(b"answer").unwrap();
+    drop(server);
+    assert_eq!(read(&client).unwrap(), "answer");
+    assert_eq!(
+        world.engine.tunnels().tunnels().len(),
+        2,
+        "both sides of one"
+    );
+    let lines = world.end();
+    assert_eq!(lines.len(), 2, "{lines:?}");
+    for (of, peer) in [
+        ("workload=shop/client outbound", identity("server")),
+        ("workload=shop/server inbound", identity("client")),
+    ] {
+        let line = lines.iter().find(|line| line.contains(of)).unwrap();
+        let bytes = " bytes_received=14 bytes_sent=6 ";
+        assert!(line.contains(bytes) && line.ends_with("flags=-"), "{line}");
+        assert!(line.contains(&format!(" peer={peer} ")), "{line}");
+    }
+}
+
+#[test]
+fn a_reset_of_one_side_is_a_reset_of_the_other() {
+    let world = World::new();
+    let (client, server) = (world.connect(), world.accept());
+    relay::socket::reset_on_close(&client);
+    drop(client);
+    let error = read(&server).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+    let lines = world.end();
+    let ends = |line: &&String| line.ends_with("flags=DC");
+    assert_eq!(lines.iter().filter(ends).count(), 2, "{lines:?}");
+}
+
+#[test]
+fn without_a_tunnel_there_is_no_connection() {
+    let world = World::new();
+    let name = WorkloadName::new("shop", "server");
+    world.proxy.remove(&name, Duration::ZERO);
+    thread::sleep(Duration::from_millis(100));
+    let mut client = world.connect();
+    let _ = client.write_all(b"secret");
+    let error = read(&client).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+    world.application.set_nonblocking(true).unwrap();
+    let accepted = world.application.accept();
+    assert_eq!(accepted.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+    let lines = world.end();
+    assert!(lines[0].contains("flags=CONNECT error="), "{lines:?}");
+}
+
+#[test]
+fn a_stream_to_another_address_than_the_workloads_is_refused() {
+    let world = World::new();
+    let elsewhere = TcpListener::bind("127.0.0.1:0").unwrap();
+    for authority in [
+        elsewhere.local_addr().unwrap().to_string(),
+        format!("[::ffff:{SERVER}]:1"),
+        "web.shop:80".to_owned(),
+        world.tunnels.to_string(),
+    ] {
+        let mut asked = to(world.tunnels, world.tunnels);
+        asked.authority = authority.parse().unwrap();
+        let (report, made) = std::sync::mpsc::channel();
+        world.engine.tunnels().outbound(move |outbound| async move {
+            let _ = report.send(outbound.connect(&asked).await);
+        });
+        let status = match made.recv_timeout(PATIENCE).unwrap() {
+            Err(Error::Refused { status, .. }) => status.as_u16(),
+            other => panic!("{authority}: {other:?}"),
+        };
+        // At the v4-mapped address nobody listens.
+        let wanted = if authority.starts_with('[') { 503 } else { 400 };
+        assert_eq!(status, wanted, "{authority}");
+    }
+}
+
+#[test]
+fn connections_of_a_workload_that_is_released_end_at_the_deadline() {
+    let world = World::new();
+    let (client, server) = (world.connect(), world.accept());
+    let start = Instant::now();
+    let name = WorkloadName::new("shop", "client");
+    world.proxy.remove(&name, Duration::from_secs(1));
+    assert!(read(&client).is_err() && read(&server).is_err());
+    assert!(start.elapsed() >= Duration::from_secs(1));
+    let lines = world.end();
+    let of = |line: &&String| line.contains("workload=shop/client");
+    let line = lines.iter().find(of).unwrap();
+    assert!(line.ends_with("flags=DRAIN"), "{line}");
+}
+
+#[test]
+fn tunnels_to_a_workload_end_with_it() {
+    let world = World::new();
+    let (client, server) = (world.connect(), world.accept());
+    let mut snapshot = world.proxy.relay().index().1.snapshot().clone();
+    // Another workload has the address.
+    let name = WorkloadName::new("shop", "server");
+    snapshot.workloads.remove(&name);
+    let other = workload("other", &[SERVER]);
+    snapshot.workloads.insert(other.name.clone(), other);
+    world.proxy.set_snapshot(snapshot);
+    assert!(read(&client).is_err() && read(&server).is_err());
+    // And it does not have the identity that it must have.
+    let again = world.connect();
+    assert!(read(&again).is_err());
+    let lines = world.end();
+    assert!(
+        lines.iter().any(|line| line.contains("flags=TLS_FAILURE")),
+        "{lines:?}"
+    );
+}
