@@ -58,9 +58,12 @@ impl Acceptor {
 }
 
 impl Worker {
-    /// Accepts connections at these sockets from now on.
+    /// Accepts connections at these sockets from now on, except tunnels.
     pub fn open(&mut self, attached: &Arc<Attached>, listeners: &Arc<[Listener]>) {
         for which in 0..listeners.len() {
+            if listeners[which].is_tunnel {
+                continue;
+            }
             let number = self.acceptors.iter().position(Option::is_none);
             let number = number.unwrap_or_else(|| {
                 self.acceptors.push(None);
