@@ -557,7 +557,7 @@ fn readers_that_stall_cost_their_own_workload_its_connections() {
         })
         .collect();
     let stalled = proxy.observer().stalled();
-    let held = proxy.workers.shared().held();
+    let held = proxy.engines.shared().held();
     assert!(
         matches!(&stalled[..], [(name, 1..120)] if *name == hog),
         "{stalled:?}, {held} bytes are held"

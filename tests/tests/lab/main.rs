@@ -209,6 +209,7 @@ const ALL: &[&[Scenario]] = &[
     capture::STARTS,
     capture::TAKEOVER,
     capture::TROUBLE,
+    capture::TUNNELS,
     netfilter::SCENARIOS,
     kernel::SCENARIOS,
     kubernetes::SCENARIOS,

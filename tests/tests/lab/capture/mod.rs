@@ -28,6 +28,7 @@ mod sidecar;
 mod starts;
 mod takeover;
 mod trouble;
+mod tunnels;
 
 pub use boot::SCENARIOS as BOOT;
 pub use cleanup::SCENARIOS as CLEANUP;
@@ -54,6 +55,7 @@ pub use restart::SCENARIOS as RESTART;
 pub use starts::SCENARIOS as STARTS;
 pub use takeover::SCENARIOS as TAKEOVER;
 pub use trouble::SCENARIOS as TROUBLE;
+pub use tunnels::SCENARIOS as TUNNELS;
 
 use std::{fs, path::PathBuf};
 
