@@ -33,7 +33,8 @@ pub struct Mesh {
     #[serde(skip_serializing_if = "is_default")]
     pub startup_taint: Option<String>,
     /// What happens to TCP connections of captured workloads that a waypoint, AuthorizationPolicy or PeerAuthentication of
-    /// Istio's limits: nothing on the node enforces these objects. Default: warn.
+    /// Istio's limits and that nothing on the node judges: the agent's proxy enforces policies of workloads in the mode proxy. Default:
+    /// warn.
     #[serde(skip_serializing_if = "is_default")]
     pub unsupported: Option<Unsupported>,
     /// The namespace whose AuthorizationPolicies and PeerAuthentications hold in all namespaces, as in Istio's
@@ -106,7 +107,7 @@ pub struct MeshProxy {
     #[serde(skip_serializing_if = "is_default")]
     pub idle_timeout: Option<Timeout>,
     /// How long the agent's proxy holds a connection of a workload with `egress: deny` whose destination the agent does not
-    /// know yet. Default: 5s.
+    /// know yet, and a connection to a workload while Istio's policies are not read. Default: 5s.
     #[serde(skip_serializing_if = "is_default")]
     pub hold_timeout: Option<Timeout>,
     /// Format of the access log of the agent's proxy, on standard output: one line for each connection,
