@@ -1,6 +1,7 @@
 //! Mesh capture: outbound and inbound connections of a pod go to a proxy in its network namespace, which gets the
 //! original destination.
 
+mod authorization;
 mod boot;
 mod cleanup;
 mod clients;
@@ -29,6 +30,7 @@ mod starts;
 mod takeover;
 mod trouble;
 
+pub use authorization::SCENARIOS as AUTHORIZATION;
 pub use boot::SCENARIOS as BOOT;
 pub use cleanup::SCENARIOS as CLEANUP;
 pub use clients::SCENARIOS as CLIENTS;
