@@ -180,6 +180,46 @@ impl MeshWorkload {
     }
 }
 
+/// Istio's policies of a captured workload: what `GET /policies` lists.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkloadPolicies {
+    /// Its namespace and name.
+    pub workload: String,
+    /// Whether the agent's proxy carries its inbound connections, and enforces the policies.
+    pub enforced: bool,
+    /// Whether the policies cannot be read, so that the proxy allows no new connection.
+    pub unread: bool,
+    /// The policies that select it.
+    pub policies: Vec<Policy>,
+    /// The decision about the connection that the client asks for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decision: Option<Decision>,
+}
+
+/// A policy of Istio's.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Policy {
+    /// Its kind, namespace and name, such as `AuthorizationPolicy shop/web`.
+    pub name: String,
+    /// `ALLOW`, `DENY` or `CUSTOM`; of a PeerAuthentication `mTLS`.
+    pub action: String,
+    /// Whether it is only tried.
+    pub dry_run: bool,
+    /// What it says, for people: each rule, or each mode.
+    pub rules: Vec<String>,
+    /// What the agent cannot read, or does not evaluate.
+    pub warnings: Vec<String>,
+}
+
+/// A decision about a connection.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Decision {
+    /// Whether the policies allow it.
+    pub allowed: bool,
+    /// Each policy and rule in the order in which they count, with its result; the last line is the reason.
+    pub steps: Vec<String>,
+}
+
 /// A rule by which a workload's connections are captured or not.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MeshRule {

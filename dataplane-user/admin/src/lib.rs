@@ -18,6 +18,7 @@ mod lock;
 mod mesh;
 mod metrics;
 mod places;
+mod policies;
 mod pulse;
 mod rendering;
 pub mod report;

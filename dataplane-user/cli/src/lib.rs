@@ -20,6 +20,7 @@ mod monitor;
 mod names;
 mod opener;
 mod plan;
+mod policies;
 mod proxy;
 mod run;
 mod services;
@@ -70,6 +71,7 @@ enum Command {
     Proxy(Box<proxy::ProxyArgs>),
     Services(services::ServicesArgs),
     Explain(explain::ExplainArgs),
+    Policies(policies::PoliciesArgs),
     Monitor(monitor::MonitorArgs),
     Conntrack(conntrack::ConntrackArgs),
     Dns(Box<dns::DnsArgs>),
@@ -100,6 +102,7 @@ impl Cli {
             Command::Proxy(args) => args.run(),
             Command::Services(args) => args.run(),
             Command::Explain(args) => args.run(),
+            Command::Policies(args) => args.run(),
             Command::Monitor(args) => args.run(),
             Command::Conntrack(args) => args.run(),
             Command::Dns(args) => args.run(),

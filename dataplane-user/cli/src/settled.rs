@@ -89,6 +89,7 @@ impl Command {
             Self::Status(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Services(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Explain(args) => both(&mut args.paths, &mut args.socket, file),
+            Self::Policies(args) => args.socket.fill_from(file),
             Self::Monitor(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Cleanup(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Conntrack(args) => {

@@ -1,4 +1,5 @@
-//! Istio's objects that limit connections: waypoints and policies. Nothing on the node enforces them.
+//! Istio's objects that limit connections: waypoints, which nothing on the node enforces, and policies, which the proxy
+//! enforces for the connections that it carries.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ use super::{
 pub struct Istio {
     /// The objects of each namespace that has some.
     pub namespaces: OrdMap<Arc<str>, Arc<IstioNamespace>>,
-    /// Whether a kind of policy cannot be read, although connections are refused.
+    /// Whether a kind of policy cannot be read, or has not been read yet, although policies are wanted.
     pub unread: bool,
     /// `mesh.unsupported: deny`: the connections are refused.
     pub denies: bool,

@@ -316,7 +316,7 @@ impl Rules {
     }
 }
 
-/// The inbound connections that are refused, because nothing on the node enforces Istio's policies about them.
+/// The inbound connections that are refused in the kernel, because nothing on the node enforces Istio's policies about them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RefusedInbound {
     /// Ports: whether they are refused.

@@ -319,6 +319,11 @@ impl Observer {
         self.0.relay.stalled()
     }
 
+    /// Whether the proxy accepts inbound connections of a workload, and so judges them by its policies.
+    pub fn takes_inbound(&self, workload: &WorkloadName) -> bool {
+        self.0.relay.takes_inbound(workload)
+    }
+
     /// The maximum number of connections.
     pub fn max_connections(&self) -> usize {
         self.0.relay.limits.max()

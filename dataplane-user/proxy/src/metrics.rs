@@ -40,7 +40,7 @@ const OF_WORKLOADS: [(&str, &str, Reading); 3] = [
     ),
     (
         "dataplane_proxy_unknown",
-        "Connections of this pod that waited, because the agent did not know their destination and the pod may only connect to known ones",
+        "Connections of this pod that waited, because the agent did not know their destination and the pod may only connect to known ones, or had not read Istio's policies",
         Attached::unknown,
     ),
     (

@@ -58,7 +58,9 @@ impl Denials {
     /// Adds a refusal. Returns whether it is the first one of its series.
     fn add(&self, denial: Denial, now: Instant) -> bool {
         let mut series = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((count, last)) = series.get_mut(&denial) {
+        if let Some((count, last)) = series.get_mut(&denial)
+            && now - *last < QUIET
+        {
             (*count, *last) = (*count + 1, now);
             return false;
         }

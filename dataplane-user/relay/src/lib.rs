@@ -249,6 +249,16 @@ impl Relay {
         stalled.collect()
     }
 
+    /// Whether inbound connections of a workload are accepted here, and so judged by its policies.
+    pub fn takes_inbound(&self, workload: &WorkloadName) -> bool {
+        let attachments = self.lock_attachments();
+        let mut served = attachments.iter().filter(|entry| entry.is_served(workload));
+        served.any(|entry| {
+            let mut listeners = entry.listeners.iter().flat_map(|all| all.iter());
+            listeners.any(|of| of.direction == Direction::Inbound)
+        })
+    }
+
     /// All attachments, including those that were removed and are not forgotten yet.
     pub fn entries(&self) -> Vec<Entry> {
         self.lock_attachments().clone()

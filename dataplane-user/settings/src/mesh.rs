@@ -36,7 +36,8 @@ pub struct Mesh {
     #[serde(skip_serializing_if = "is_default")]
     pub startup_taint: Option<String>,
     /// What happens to TCP connections of captured workloads that a waypoint, AuthorizationPolicy or PeerAuthentication of
-    /// Istio's limits: nothing on the node enforces these objects. Default: warn.
+    /// Istio's limits and that nothing on the node judges: the agent's proxy enforces policies of workloads in the mode proxy. Default:
+    /// warn.
     #[serde(skip_serializing_if = "is_default")]
     pub unsupported: Option<Unsupported>,
     /// The namespace whose AuthorizationPolicies and PeerAuthentications hold in all namespaces, as in Istio's

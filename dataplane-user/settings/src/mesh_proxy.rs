@@ -45,7 +45,7 @@ pub struct MeshProxy {
     #[serde(skip_serializing_if = "is_default")]
     pub idle_timeout: Option<Timeout>,
     /// How long the agent's proxy holds a connection of a workload with `egress: deny` whose destination the agent does not
-    /// know yet. Default: 5s.
+    /// know yet, and a connection to a workload while Istio's policies are not read. Default: 5s.
     #[serde(skip_serializing_if = "is_default")]
     pub hold_timeout: Option<Timeout>,
     /// Format of the access log of the agent's proxy, on standard output: one line for each connection,

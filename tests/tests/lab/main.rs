@@ -184,6 +184,7 @@ const ALL: &[&[Scenario]] = &[
     smoke::SCENARIOS,
     capture::SCENARIOS,
     cells::SCENARIOS,
+    capture::AUTHORIZATION,
     capture::BOOT,
     capture::CLEANUP,
     capture::CLIENTS,

@@ -32,7 +32,7 @@ use super::{
     api::{Page, Version},
     client::{self, Client},
     cni::{self, Registrations},
-    limits, load_balancers, metrics,
+    limits, load_balancers, metrics, policies,
     rendering::Renderings,
     report,
     state::State,
@@ -293,7 +293,7 @@ fn admin_routes(context: &Arc<Context>) -> Router {
         .route(
             "/",
             get(|| async {
-                "/status /services /pools /mesh /dns/cache /certs /metrics /version /healthz/ready\n"
+                "/status /services /pools /mesh /policies /dns/cache /certs /metrics /version /healthz/ready\n"
             }),
         )
         .route("/version", get(|| async { Json(Version::own()) }))
@@ -301,6 +301,7 @@ fn admin_routes(context: &Arc<Context>) -> Router {
         .route("/services", get(get_services))
         .route("/pools", get(get_pools))
         .route("/mesh", get(get_mesh))
+        .route("/policies", get(get_policies))
         .route("/dns/cache", get(dns::get))
         .route("/certs", get(get_certs))
         .with_state(Arc::clone(context))
@@ -375,6 +376,13 @@ async fn get_status(Shared(context): Shared<Arc<Context>>) -> Response {
 
 async fn get_mesh(Shared(context): Shared<Arc<Context>>) -> Response {
     answer(move || Ok(Json(context.state.mesh()))).await
+}
+
+async fn get_policies(
+    Shared(context): Shared<Arc<Context>>,
+    Query(asked): Query<policies::Asked>,
+) -> Response {
+    answer(move || context.state.policies(&asked).map(Json)).await
 }
 
 /// The services to list.

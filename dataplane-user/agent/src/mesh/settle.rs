@@ -12,7 +12,7 @@ use plan::{
     Captured,
     enrol::{
         Enrolment, Member, Problem, Retained, Unknown, consequence, fit_addresses, known, limited,
-        members, missing_root,
+        members, missing_root, unread,
     },
 };
 use proxy::{Proxy, handover};
@@ -173,8 +173,9 @@ impl Mesh {
         }
         self.limited
             .retain(|_, last| now.duration_since(*last) < REMEMBERED);
+        let unread = unread(istio, members, self.said.sidecars);
         let limited = then.into_iter().chain(limited.into_values());
-        limited.chain(missing).collect()
+        limited.chain(missing).chain(unread).collect()
     }
 
     /// Enrols the workloads that are captured by their sockets.

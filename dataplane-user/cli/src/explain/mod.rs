@@ -285,10 +285,11 @@ impl ExplainArgs {
                 Source::Socket(socket) => client.address = Some(socket.ip()),
                 _ => {}
             }
-            told.capture(
-                mesh.outbound(tables, &client, to),
-                mesh.inbound(&client, to),
-            );
+            let mut inbound = mesh.inbound(&client, to);
+            if let Some(told) = &mut inbound {
+                told.judge(&self.socket.client(), client.address, to);
+            }
+            told.capture(mesh.outbound(tables, &client, to), inbound);
         }
         if let Some(found) = found {
             told.destination = format!("{} ({})", self.destination, told.destination);

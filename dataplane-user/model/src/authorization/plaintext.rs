@@ -40,6 +40,11 @@ impl Plaintext {
         }
     }
 
+    /// Returns the policies that count, the most specific first.
+    pub fn all(&self) -> impl Iterator<Item = (&PolicyName, &PeerAuthentication)> {
+        self.0.iter().flatten().map(|(name, of)| (name, &**of))
+    }
+
     /// Returns the policy with the modes of single ports, and whether each of these ports refuses plaintext.
     pub fn ports(&self) -> Option<(&PolicyName, &BTreeMap<u16, bool>)> {
         let (name, of) = self.0[Rank::Selector as usize].as_ref()?;

@@ -1,5 +1,6 @@
-//! Istio's objects that limit connections of captured workloads. Nothing on the node enforces them: the agent names the
-//! objects, and refuses the connections if the operator asks for it.
+//! Istio's objects that limit connections of captured workloads, and that nothing on the node enforces: the agent names the
+//! objects, and refuses the connections if the operator asks for it. The agent's proxy enforces the policies of workloads whose
+//! inbound connections it carries.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -7,8 +8,8 @@ use std::{
 };
 
 use model::{
-    Istio, Place, Policy, RefusedInbound, Snapshot, Workload,
-    authorization::{Authorization, Extent, PolicyName},
+    CapturedBy, Inbound, Istio, Place, Policy, RefusedInbound, Snapshot, Workload,
+    authorization::{Authorization, Extent, Policies, PolicyName},
 };
 
 use super::Member;
@@ -23,12 +24,32 @@ pub(super) fn is_carried(workload: &Workload, policy: &Policy, foreign: bool) ->
     !policy.only_queries && !is_foreign && !matches!(workload.place, Place::Exempt(_))
 }
 
+/// Returns whether the agent's proxy carries the inbound connections of a workload that [`is_carried`], and so enforces its
+/// policies.
+pub(super) fn is_judged_by_proxy(workload: &Workload, policy: &Policy) -> bool {
+    policy.mode.is_proxied(false)
+        && policy.captured_by == CapturedBy::Sockets
+        && policy.inbound != Inbound::None
+        && workload.place == Place::Address
+}
+
 /// The namespace of an object, and its kind and name.
 type Object = (Arc<str>, Arc<str>);
 
-/// Returns the policies that limit inbound connections of a workload, not all if they are many, and the connections.
-pub(super) fn limits(istio: &Istio, workload: &Workload) -> (Vec<Object>, RefusedInbound) {
-    let of = istio.policies_of(workload.name.namespace(), &workload.labels);
+/// Returns the policies that limit inbound connections of a workload and that nothing enforces, not all if they are many, and
+/// the connections. `by_proxy`: the proxy enforces all but those that no program on the node evaluates.
+pub(super) fn limits(
+    istio: &Istio,
+    workload: &Workload,
+    by_proxy: bool,
+) -> (Vec<Object>, RefusedInbound) {
+    let mut of = istio.policies_of(workload.name.namespace(), &workload.labels);
+    if by_proxy {
+        of = Policies {
+            custom: of.custom,
+            ..Policies::default()
+        };
+    }
     let object = |name: &PolicyName| (Arc::clone(&name.namespace), Arc::clone(&name.object));
     let (mut limiting, mut allowing, mut allows_all) = (Vec::new(), Vec::new(), false);
     limiting.extend(of.custom.iter().take(NAMED[0] + 1).map(object));
@@ -45,7 +66,7 @@ pub(super) fn limits(istio: &Istio, workload: &Workload) -> (Vec<Object>, Refuse
         limiting.append(&mut allowing);
     }
     let mut refused = RefusedInbound {
-        others: !limiting.is_empty() || istio.denies && istio.unread,
+        others: !limiting.is_empty() || istio.denies && of.unread,
         ports: BTreeMap::new(),
     };
     if let Some((name, ports)) = of.plaintext.ports() {
@@ -127,15 +148,29 @@ fn without_root(snapshot: &Snapshot) -> Option<String> {
     })
 }
 
+/// Returns the consequence for workloads whose inbound connections the proxy carries, if Istio's policies cannot be read.
+/// `foreign`: see [`limited`].
+pub fn unread(istio: &Istio, members: &[Member], foreign: bool) -> Option<String> {
+    let mut members = members.iter();
+    let is_any = istio.unread
+        && members.any(|of| {
+            is_carried(&of.workload, &of.policy, foreign)
+                && is_judged_by_proxy(&of.workload, &of.policy)
+        });
+    is_any.then(|| {
+        "Istio's policies cannot be read, so the proxy refuses new connections to captured Pods in the mode proxy".to_owned()
+    })
+}
+
 /// Returns the consequence of what [`limited`] names.
 pub const fn consequence(istio: &Istio) -> &'static str {
     if !istio.denies {
-        "connections that Istio's objects limit pass as if these objects did not exist; to refuse the connections, set \
+        "connections that these objects limit pass as if the objects did not exist; to refuse the connections, set \
          mesh.unsupported: deny"
     } else if istio.unread {
         "Istio's policies cannot be read, so mesh.unsupported: deny refuses all connections to captured Pods"
     } else {
-        "mesh.unsupported: deny refuses connections that Istio's objects limit"
+        "mesh.unsupported: deny refuses connections that these objects limit"
     }
 }
 
@@ -272,7 +307,7 @@ mod tests {
             shop/a app=web STRICT 80=OFF; shop/b * deny => * | b a";
         for case in cases.lines().skip(1) {
             let (policies, wanted) = case.split_once("=>").unwrap();
-            let (objects, refused) = limits(&istio(policies), &pod("app=web,b=2"));
+            let (objects, refused) = limits(&istio(policies), &pod("app=web,b=2"), false);
             let names: Vec<&str> = objects.iter().map(|(_, name)| &**name).collect();
             let mut found = told(&refused);
             if !names.is_empty() {
@@ -302,7 +337,11 @@ mod tests {
             | deny =>  0
             | deny unread => * 0
             | unread => none 0
+            shop/a * deny; shop/b * STRICT | deny proxy =>  0
+            | deny unread proxy =>  0
+            shop/a * custom | deny proxy => * 0
             shop/a * deny | deny packets => * 1
+            shop/a * deny | deny packets proxy => * 1
             shop/a * deny | deny foreign => none 0";
         for case in cases.lines().skip(1) {
             let (given, wanted) = case.split_once(" => ").unwrap();
@@ -310,7 +349,7 @@ mod tests {
             let has = |word| words.split_whitespace().any(|given| given == word);
             let all = Rules {
                 captured_by: has("packets").then_some(CapturedBy::Packets),
-                mode: has("foreign").then_some(Mode::Proxy),
+                mode: (has("foreign") || has("proxy")).then_some(Mode::Proxy),
                 ..Rules::default()
             };
             let said = MeshStatements {
@@ -325,6 +364,32 @@ mod tests {
             let refused = refused.map_or_else(|| "none".to_owned(), told);
             let found = format!("{refused} {}", member.ineffective.len());
             assert_eq!(found, wanted, "{case}");
+        }
+    }
+
+    #[test]
+    fn policies_that_the_proxy_enforces_are_not_named() {
+        let mut istio = istio("shop/a * deny; shop/b * custom; shop/c * STRICT");
+        istio.unread = true;
+        for (mode, inbound, wanted, is_unread) in [
+            (Mode::Proxy, true, "b", true),
+            (Mode::Proxy, false, "b a c", false),
+            (Mode::Kernel, true, "b a c", false),
+        ] {
+            let all = Rules {
+                mode: Some(mode),
+                inbound: Some(inbound),
+                ..Rules::default()
+            };
+            let said = MeshStatements {
+                all: vec![("mesh.rules".to_owned(), all)],
+                ..MeshStatements::default()
+            };
+            let member = member(&istio, &said);
+            let names: Vec<&str> = member.limited_by.iter().map(|(_, of)| &**of).collect();
+            assert_eq!(names.join(" "), wanted, "{mode:?} {inbound}");
+            let unread = unread(&istio, &[member], false);
+            assert_eq!(unread.is_some(), is_unread, "{mode:?} {inbound}");
         }
     }
 
@@ -406,7 +471,7 @@ mod tests {
         let istio = istio(&policies.collect::<String>());
         let pod = pod(&all(4000));
         let start = Instant::now();
-        assert!((0..10).all(|_| limits(&istio, &pod).0.is_empty()));
+        assert!((0..10).all(|_| limits(&istio, &pod, false).0.is_empty()));
         assert!(
             start.elapsed() < Duration::from_secs(5),
             "{:?}",

@@ -22,7 +22,8 @@ pub struct Member {
     pub ineffective: Vec<String>,
     /// Whether the configuration denies it egress, and not only its own labels and annotations.
     pub denied_by_operator: bool,
-    /// The namespaces and names of Istio's policies that limit its inbound connections, not all if they are many.
+    /// The namespaces and names of Istio's policies that limit its inbound connections and that nothing enforces, not all if
+    /// they are many.
     pub limited_by: Vec<(Arc<str>, Arc<str>)>,
 }
 

@@ -13,7 +13,7 @@ use super::{
     Member,
     bounds::Bounds,
     budgets::{ROOM, over_budget, without_lists},
-    istio::{is_carried, limits},
+    istio::{is_carried, is_judged_by_proxy, limits},
     statements::statements,
 };
 
@@ -99,7 +99,8 @@ pub(super) fn members_within(
         let mut limited_by = Vec::new();
         if is_carried(&workload, &policy, said.sidecars) {
             let mut refused;
-            (limited_by, refused) = limits(&snapshot.istio, &workload);
+            let by_proxy = is_judged_by_proxy(&workload, &policy);
+            (limited_by, refused) = limits(&snapshot.istio, &workload, by_proxy);
             if policy.captured_by == CapturedBy::Packets && refused.is_any() && denies {
                 ineffective.push(NOT_REFUSED.to_owned());
             }

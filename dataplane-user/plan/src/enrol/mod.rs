@@ -18,7 +18,7 @@ use std::{
 
 pub use budgets::fit_addresses;
 use dataplane_common::capture::{CAPTURED, EXCLUDED, Enrolled, Local, RuleKey};
-pub use istio::{consequence, limited, missing_root};
+pub use istio::{consequence, limited, missing_root, unread};
 pub use kept::{Retained, Unknown};
 pub use known::known;
 pub use member::Member;

@@ -159,7 +159,9 @@ mod tests {
     use threads::none_dies;
 
     use super::*;
-    use crate::{AccessLog, Attachment, Limits, Log, limits::Holders};
+    use crate::{
+        AccessLog, Attachment, Direction, Flag, Limits, Log, Permit, Session, limits::Holders,
+    };
 
     fn workload(labels: &[(&str, &str)]) -> Arc<Workload> {
         let labels = labels
@@ -293,6 +295,34 @@ mod tests {
         assert!(denied.is_unread && denied.policy.is_none());
         assert_eq!(index.forbids(&attached, None, client, to), None);
         assert!(index.denials().totals().is_empty());
+    }
+
+    #[test]
+    fn a_session_waits_for_policies_and_ends_by_those_that_change() {
+        let attached = attached();
+        let (client, to) = (
+            "10.0.0.9:1".parse().unwrap(),
+            "10.0.0.1:80".parse().unwrap(),
+        );
+        for (direction, is_judged) in [(Direction::Inbound, true), (Direction::Outbound, false)] {
+            let mut unread = Snapshot::default();
+            unread.istio.unread = true;
+            let index = Index::default().updated(unread);
+            let permit = Permit::acquire(&attached, direction).unwrap();
+            let now = std::time::Instant::now();
+            let mut session = Session::begin(permit, direction, client, to, 1, now);
+            let refusal = session.route(&index).err();
+            assert_eq!(refusal.is_some_and(|of| of.is_unknown), is_judged);
+            let index = index.updated(Snapshot::default());
+            session.route(&index).unwrap();
+            assert_eq!(session.forbidden(&index), None);
+            let index = index.updated(snapshot(&[policy(Action::Deny, false, "10.0.0.0/8")]));
+            let forbidden = session.forbidden(&index);
+            assert_eq!(forbidden.is_some_and(|of| of.rule == Some(0)), is_judged);
+            let refusal = session.route(&index).err();
+            let flag = refusal.map(|of| (of.flag, of.is_unknown));
+            assert_eq!(flag, is_judged.then_some((Flag::Denied, false)));
+        }
     }
 
     #[test]

@@ -77,10 +77,11 @@ pub enum WantedPolicies {
     /// They are not.
     #[default]
     None,
-    /// They are, to be named. No view waits for them.
+    /// They are, to be enforced by the proxy, and to be named where it does not carry the connections. No view waits for
+    /// them: the view says that they are unread, and the proxy holds new connections.
     Named,
-    /// They are, because the agent refuses the connections that they limit. If they cannot be read, it refuses all
-    /// connections that they may limit.
+    /// They are, because the agent also refuses the connections that they limit where the proxy does not carry them. If they
+    /// cannot be read, it refuses all connections that they may limit.
     Refused,
 }
 
@@ -260,8 +261,8 @@ impl Kind {
             }
             Self::ReferenceGrant => Some("no route leads to a Service of another namespace"),
             Self::AuthorizationPolicy | Self::PeerAuthentication => Some(
-                "those that limit connections are not named; with mesh.unsupported: deny, all connections to captured Pods \
-                 are refused",
+                "those that limit connections are not named, and all connections to captured Pods in the mode proxy are \
+                 refused; with mesh.unsupported: deny, all connections to captured Pods are refused",
             ),
         }
     }

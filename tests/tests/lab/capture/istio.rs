@@ -26,15 +26,15 @@ scenarios! {
 }
 
 /// An API server on the other node, whose objects the agent reads.
-struct Site {
-    world: World,
-    server: ApiServer,
+pub(super) struct Site {
+    pub world: World,
+    pub server: ApiServer,
     directory: TempDir,
     captured_by: &'static str,
 }
 
 impl Site {
-    fn new() -> Result<Self> {
+    pub fn new() -> Result<Self> {
         Self::of(World::new()?, "sockets")
     }
 
@@ -63,7 +63,7 @@ impl Site {
     }
 
     /// Starts the agent anew, in the place of the one before.
-    fn agent(&mut self, mode: &str, unsupported: &str) -> Result<()> {
+    pub fn agent(&mut self, mode: &str, unsupported: &str) -> Result<()> {
         self.world.agent = None;
         let kubeconfig = self.server.kubeconfig(self.directory.path())?;
         let file = self.directory.path().join("dataplane.yaml");
@@ -92,7 +92,7 @@ impl Site {
         Ok(())
     }
 
-    fn names(&self, what: &str) -> Result<()> {
+    pub fn names(&self, what: &str) -> Result<()> {
         let text = run_args(self.world.agent()?, ["status"])?.stdout;
         let words: Vec<&str> = text.split_whitespace().collect();
         ensure!(words.join(" ").contains(what), "{what}: {text}");
@@ -187,55 +187,55 @@ fn connections_to_pods_that_policies_select_are_refused() -> Result<()> {
     let ports = json!({ "80": { "mode": "PERMISSIVE" } });
     let strict = json!({ "mtls": { "mode": "STRICT" }, "portLevelMtls": ports });
     let denies = json!({ "action": "DENY", "rules": [{}] });
-    for mode in ["kernel", "proxy"] {
-        site.agent(mode, "deny")?;
-        eventually(is_open)?;
-        for (kind, spec, resource, has_open_port) in [
-            (
-                "PeerAuthentication",
-                &strict,
-                Resource::PeerAuthentications,
-                true,
-            ),
-            (
-                "AuthorizationPolicy",
-                &denies,
-                Resource::AuthorizationPolicies,
-                false,
-            ),
-        ] {
-            let what = || format!("{mode} {kind}");
-            site.server.cluster().apply(policy(kind, spec.clone()));
-            eventually(is_refused).with_context(what)?;
-            let ((), counted) = site.world.counted(Reason::Unsupported, is_refused)?;
-            ensure!(counted == 4, "{}: {counted}", what());
-            site.names(&format!("{kind} limit"))?;
-            Kubelet::start(&site.world)?.probes().with_context(what)?;
-            let source = format!("netns:{}", clients[0].netns());
-            let told = explain(&site.world, &source, to[0], &[])?;
-            let reason = &told["capture"][0]["reason"];
-            ensure!(*reason == Reason::Unsupported.word(), "{told:#}");
-            let http = reaches(&clients[0], "10.244.1.8:80", "http", &["app"]);
-            ensure!(http.is_ok() == has_open_port, "{}: {http:?}", what());
-            // Datagrams, its own connections, and those to itself.
-            let datagrams = format!("10.244.1.8:{UDP}");
-            reaches(&clients[0], &datagrams, "udp", &["app"]).with_context(what)?;
-            reaches(&app, "10.244.2.5:7", "connect", &["far"]).with_context(what)?;
-            reaches(&app, "10.244.1.8:7", "connect", &["app"]).with_context(what)?;
-            site.server.cluster().delete(resource, "default", "limit");
-            eventually(is_open).with_context(what)?;
-        }
-        // An agent that cannot read the policies serves, and refuses the connections that the policies may limit.
-        let unread = Some((Resource::AuthorizationPolicies, 403));
-        site.server.faults().withhold(unread);
-        site.agent(mode, "deny")?;
-        eventually(is_refused)?;
-        site.names("Istio's policies cannot be read")?;
-        reaches(&app, "10.244.2.5:7", "connect", &["far"])?;
-        site.server.faults().withhold(None);
-        eventually(is_open)?;
-        site.agent(mode, "warn")?;
-        eventually(is_open)?;
+    // In the mode `proxy`, the proxy enforces the policies.
+    let mode = "kernel";
+    site.agent(mode, "deny")?;
+    eventually(is_open)?;
+    for (kind, spec, resource, has_open_port) in [
+        (
+            "PeerAuthentication",
+            &strict,
+            Resource::PeerAuthentications,
+            true,
+        ),
+        (
+            "AuthorizationPolicy",
+            &denies,
+            Resource::AuthorizationPolicies,
+            false,
+        ),
+    ] {
+        let what = || format!("{mode} {kind}");
+        site.server.cluster().apply(policy(kind, spec.clone()));
+        eventually(is_refused).with_context(what)?;
+        let ((), counted) = site.world.counted(Reason::Unsupported, is_refused)?;
+        ensure!(counted == 4, "{}: {counted}", what());
+        site.names(&format!("{kind} limit"))?;
+        Kubelet::start(&site.world)?.probes().with_context(what)?;
+        let source = format!("netns:{}", clients[0].netns());
+        let told = explain(&site.world, &source, to[0], &[])?;
+        let reason = &told["capture"][0]["reason"];
+        ensure!(*reason == Reason::Unsupported.word(), "{told:#}");
+        let http = reaches(&clients[0], "10.244.1.8:80", "http", &["app"]);
+        ensure!(http.is_ok() == has_open_port, "{}: {http:?}", what());
+        // Datagrams, its own connections, and those to itself.
+        let datagrams = format!("10.244.1.8:{UDP}");
+        reaches(&clients[0], &datagrams, "udp", &["app"]).with_context(what)?;
+        reaches(&app, "10.244.2.5:7", "connect", &["far"]).with_context(what)?;
+        reaches(&app, "10.244.1.8:7", "connect", &["app"]).with_context(what)?;
+        site.server.cluster().delete(resource, "default", "limit");
+        eventually(is_open).with_context(what)?;
     }
+    // An agent that cannot read the policies serves, and refuses the connections that the policies may limit.
+    let unread = Some((Resource::AuthorizationPolicies, 403));
+    site.server.faults().withhold(unread);
+    site.agent(mode, "deny")?;
+    eventually(is_refused)?;
+    site.names("Istio's policies cannot be read")?;
+    reaches(&app, "10.244.2.5:7", "connect", &["far"])?;
+    site.server.faults().withhold(None);
+    eventually(is_open)?;
+    site.agent(mode, "warn")?;
+    eventually(is_open)?;
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Mesh capture: outbound and inbound connections of a pod go to a proxy in its network namespace, which gets the
 //! original destination.
 
+mod authorization;
 mod boot;
 mod cleanup;
 mod clients;
@@ -30,6 +31,7 @@ mod takeover;
 mod trouble;
 mod tunnels;
 
+pub use authorization::SCENARIOS as AUTHORIZATION;
 pub use boot::SCENARIOS as BOOT;
 pub use cleanup::SCENARIOS as CLEANUP;
 pub use clients::SCENARIOS as CLIENTS;

@@ -2,6 +2,7 @@
 //! the present tables.
 
 mod call;
+mod judged;
 mod rule;
 
 use std::{
@@ -47,6 +48,10 @@ pub struct Outcome {
     /// The rule that decided. `None` if no rule decided.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rule: Option<Rule>,
+    /// Whether Istio's policies allow the connection that goes to the proxy. `None`: they do not decide, or the agent or
+    /// the client's address is not known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub allowed: Option<bool>,
     /// The steps, for people.
     #[serde(skip)]
     pub steps: Vec<String>,
@@ -323,6 +328,7 @@ impl Mesh {
             },
             reason: reason.word(),
             rule: None,
+            allowed: None,
             steps: Vec::new(),
         }
     }

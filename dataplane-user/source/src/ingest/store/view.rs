@@ -121,7 +121,7 @@ impl Store {
     /// Returns Istio's objects that limit connections.
     fn istio(&self) -> Istio {
         let mut policies = Kind::ALL.iter().filter(|kind| kind.is_policy());
-        let is_needed = self.wanted.policies == WantedPolicies::Refused;
+        let is_wanted = self.wanted.policies != WantedPolicies::None;
         // A kind that the cluster lacked may have objects by now.
         let is_unread = |kind: &Kind| {
             let is_refused = self.refused.contains(kind);
@@ -129,7 +129,7 @@ impl Store {
         };
         Istio {
             namespaces: self.istio.namespaces(),
-            unread: is_needed && policies.any(is_unread),
+            unread: is_wanted && policies.any(is_unread),
             ..Istio::default()
         }
     }

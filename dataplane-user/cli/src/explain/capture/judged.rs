@@ -1,0 +1,40 @@
+//! The decision of Istio's policies about a connection that goes to the workload's proxy.
+
+use std::net::IpAddr;
+
+use admin::client::Client as Agent;
+use dataplane_common::Reason;
+
+use super::{Destination, Outcome};
+use crate::policies;
+
+impl Outcome {
+    /// Adds the decision of the workload's policies about a connection that goes to the proxy, in plaintext.
+    pub fn judge(&mut self, agent: &Agent, client: Option<IpAddr>, to: Destination) {
+        let Some(workload) = &self.workload else {
+            return;
+        };
+        if self.reason != Reason::CapturedInbound.word() {
+            return;
+        }
+        let connection = client.map(|from| (from, to.port));
+        let told = policies::ask(agent, Some(workload), connection, None);
+        let Some(told) = told.ok().and_then(|all| all.into_iter().next()) else {
+            return;
+        };
+        if !told.enforced || told.policies.is_empty() && !told.unread {
+            return;
+        }
+        match told.decision {
+            Some(decision) => {
+                self.allowed = Some(decision.allowed);
+                let steps = decision.steps.into_iter();
+                self.steps.extend(steps.map(|step| format!("policies: {}", step.trim())));
+            }
+            None => self.steps.push(format!(
+                "policies decide by the client's address, which is not known here: give the address as SRC, or see \
+                 dataplane policies --workload {workload}"
+            )),
+        }
+    }
+}
