@@ -19,10 +19,10 @@ use aya_ebpf::{
 use dataplane_common::{
     Addr, Event, Reason, VIP_ELEMENTS, VipElement,
     capture::{
-        Askers, CaptureConfig, Enrolled, KNOWN as KNOWN_CAPACITY, ListenerKey, Local, Meter,
-        MeterSets, ORIGINS as ORIGINS_CAPACITY, Origin, PROBES as PROBES_CAPACITY,
-        RULES as RULES_CAPACITY, RuleKey, TRAFFIC as TRAFFIC_CAPACITY, Traffic, TrafficKey, Tuple,
-        WORKLOADS,
+        Askers, CaptureConfig, Enrolled, KNOWN as KNOWN_CAPACITY, LISTENERS as LISTENERS_CAPACITY,
+        ListenerKey, Local, Meter, MeterSets, ORIGINS as ORIGINS_CAPACITY, Origin,
+        PROBES as PROBES_CAPACITY, RULES as RULES_CAPACITY, RuleKey, TRAFFIC as TRAFFIC_CAPACITY,
+        Traffic, TrafficKey, Tuple, WORKLOADS,
     },
     cells::{Cell, Slots, cells_for},
     origins::COUNTERS,
@@ -201,7 +201,7 @@ pub static PROBES: HashMap<Tuple, u64, { PROBES_CAPACITY as usize }, ON_DEMAND> 
 pub static ACCEPTED: SkStorage<Origin> = SkStorage::new();
 
 #[btf_map]
-pub static LISTENERS: SockHash<ListenerKey, { WORKLOADS as usize * 3 }> = SockHash::new();
+pub static LISTENERS: SockHash<ListenerKey, { LISTENERS_CAPACITY as usize }> = SockHash::new();
 
 #[btf_map]
 pub static METERS: Array<MeterSets, { SOCKET_ELEMENTS as usize }, MAPPED> = Array::new();

@@ -1,6 +1,8 @@
 //! The verdicts on a workload's connections and datagrams, by its rules: the programs, `explain` and the tests share this code.
 
-use super::{CAPTURED, CaptureConfig, DNS, EXCLUDED, Enrolled, JUDGED, Local, REFUSED, RuleKey};
+use super::{
+    CAPTURED, CaptureConfig, DNS, EXCLUDED, Enrolled, JUDGED, Local, REFUSED, RuleKey, TUNNELS,
+};
 use crate::{Addr, Port, Reason};
 
 /// The source of the rules: the kernel's own tables, or a copy in user space.
@@ -247,6 +249,22 @@ pub const fn without_proxy(flags: u32) -> Reason {
     } else {
         Reason::ProxyDown
     }
+}
+
+/// Returns the verdict on an inbound connection that is a tunnel: [`Reason::CapturedInbound`] if it goes to the proxy's
+/// listener for tunnels; `None` if the connection is no tunnel, and other rules decide. Rules about ports, interfaces and
+/// probes do not apply to tunnels. The kernel does not see the ports to which a tunnel's streams go, so it refuses tunnels
+/// ([`Reason::Unsupported`]) if connections to some ports of the workload are to be refused.
+#[inline(always)]
+pub fn tunnel(local: &Local, port: u32) -> Option<Reason> {
+    if local.flags & Enrolled::TUNNELS == 0 || port != u32::from(TUNNELS.host()) {
+        return None;
+    }
+    Some(if local.flags & Enrolled::REFUSES_INBOUND == 0 {
+        Reason::CapturedInbound
+    } else {
+        Reason::Unsupported
+    })
 }
 
 /// Whether an inbound connection of a workload is captured ([`Reason::CapturedInbound`]) or refused

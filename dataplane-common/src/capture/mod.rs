@@ -17,7 +17,8 @@
 //! OWN        sk      socket      -> u32            the proxy's sockets that connect from a client's address
 //! ACCEPTED   sk      socket      -> Origin         connections that a proxy has accepted
 //! LISTENERS  sockhash ListenerKey-> socket         the proxy's listeners: for a workload's inbound and outbound connections,
-//!                                                 for a workload that is captured by packets, and for virtual interfaces
+//!                                                 for tunnels to it, for a workload that is captured by packets, and for
+//!                                                 virtual interfaces
 //! METERS     array   SocketSet   -> MeterSets      direct connections, which are measured
 //! MORE_METERS sk     socket      -> Meter          likewise, for sockets whose set is full
 //! TRAFFIC    hash    TrafficKey  -> Traffic        counters of direct connections
@@ -37,7 +38,6 @@
 //! client's socket is closed. So a reused port finds no other connection's destination. `ORIGINS` also has the proxy's
 //! own connections from clients' addresses, which `sk_lookup` must not capture: `connect` marks these sockets in `OWN`,
 //! by the agent's cgroup.
-
 //!
 //! # Probes
 //!
@@ -46,6 +46,14 @@
 //! capture connections in `PROBES`. Only the kubelet's own socket makes an entry: an address or a mark would not do. The
 //! value is the time in ns of `CLOCK_MONOTONIC`. After [`PROBE_BEGINS`] an entry has no effect, because its
 //! connection is established or has failed.
+//!
+//! # Tunnels
+//!
+//! Port [`TUNNELS`] of a workload with [`Enrolled::TUNNELS`] is the proxy's, whatever the workload's rules say. `sk_lookup` in
+//! the workload's network namespace gives the connections to a listener of the proxy, which is bound to another port. So an
+//! application may listen at port [`TUNNELS`], too, but only the workload itself reaches this application. If there is no
+//! listener, the program refuses the connections ([`tunnel`]). A workload that is captured by packets accepts no tunnels:
+//! packets to such a workload go to its own sockets, which are elsewhere.
 
 mod decisions;
 mod fields;
@@ -53,7 +61,7 @@ mod traffic;
 
 pub use decisions::{
     Circumstances, Rules, by_interface, decide_datagram, decide_outbound, excludes_user, exempts,
-    inbound, is_exempt, is_query, outbound, without_proxy,
+    inbound, is_exempt, is_query, outbound, tunnel, without_proxy,
 };
 pub use fields::Field;
 pub use traffic::{Meter, MeterSets, TRAFFIC, Traffic, TrafficKey};
@@ -168,8 +176,8 @@ layout! {
         pub counter: u16,
     }
 
-    /// A proxy's listener for inbound connections of a network namespace, for connections that come into it by virtual
-    /// interfaces, or for outbound ones of a workload that is captured by its packets.
+    /// A proxy's listener for inbound connections of a network namespace, for tunnels to it, for connections that come into
+    /// it by virtual interfaces, or for outbound ones of a workload that is captured by its packets.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub struct ListenerKey {
@@ -177,7 +185,8 @@ layout! {
         pub netns: u64,
         /// 4 or 6: the family of connections that it can accept.
         pub family: u32,
-        /// [`Enrolled::workload`]; 0 if it is for inbound connections of a network namespace; [`ListenerKey::OUTBOUND`].
+        /// [`Enrolled::workload`]; 0 if it is for inbound connections of a network namespace; [`ListenerKey::OUTBOUND`];
+        /// [`ListenerKey::TUNNELS`].
         pub workload: u32,
     }
 
@@ -242,7 +251,8 @@ impl Enrolled {
     /// Connections that come into its network namespace by some of its interfaces are captured as outbound ones.
     pub const VIRTUAL: u32 = 1 << 13;
     /// Flags that need the program at the socket lookup of the network namespace.
-    pub const LOOKED_UP: u32 = Self::PROXY | Self::INBOUND | Self::VIRTUAL | Self::REFUSES_INBOUND;
+    pub const LOOKED_UP: u32 =
+        Self::PROXY | Self::INBOUND | Self::VIRTUAL | Self::REFUSES_INBOUND | Self::TUNNELS;
     /// Some range of loopback is captured. Needs [`Enrolled::HAS_RANGES`].
     pub const LOOPBACK: u32 = 1 << 14;
     /// Outbound connections to a service with [`Block::REFUSED`](crate::tables::Block::REFUSED) are refused.
@@ -251,6 +261,8 @@ impl Enrolled {
     pub const REFUSES_INBOUND: u32 = 1 << 16;
     /// Inbound connections to ports without a rule are refused, if [`Enrolled::INBOUND_OTHERS`] captures them.
     pub const REFUSES_OTHER_PORTS: u32 = 1 << 17;
+    /// Inbound connections to port [`TUNNELS`] go to the proxy's listener for tunnels.
+    pub const TUNNELS: u32 = 1 << 18;
     /// The entry is a workload's. Without this flag, an entry with resolvers belongs to a workload of which the agent
     /// captures only the DNS queries. Any other entry belongs to a namespace without a captured workload.
     pub const CAPTURED: u32 = 1 << 31;
@@ -310,6 +322,8 @@ impl Asker {
 impl ListenerKey {
     /// The workload's number in the key of [`ListenerKey::of_outbound`].
     pub const OUTBOUND: u32 = u32::MAX;
+    /// The workload's number in the key of [`ListenerKey::of_tunnels`].
+    pub const TUNNELS: u32 = u32::MAX - 1;
 
     /// For inbound connections to a network namespace.
     pub const fn of_namespace(netns: u64, v4: bool) -> Self {
@@ -317,6 +331,14 @@ impl ListenerKey {
             netns,
             family: if v4 { 4 } else { 6 },
             workload: 0,
+        }
+    }
+
+    /// For tunnels to a network namespace.
+    pub const fn of_tunnels(netns: u64, v4: bool) -> Self {
+        Self {
+            workload: Self::TUNNELS,
+            ..Self::of_namespace(netns, v4)
         }
     }
 
@@ -429,6 +451,9 @@ pub const fn dns_server(mesh: u64) -> Port {
 /// The port of resolvers.
 pub const DNS: Port = Port::new(53);
 
+/// The port at which workloads accept tunnels (HBONE).
+pub const TUNNELS: Port = Port::new(15_008);
+
 /// The bit that the mark of the proxy's sockets has in addition if they connect from a client's address. Only the
 /// answers to them carry it, and so come back to the proxy. On the node, packets that were handed to the proxy's socket
 /// have this bit likewise, and no socket has it.
@@ -443,6 +468,8 @@ pub const fn has_mark(found: u32, mark: u32) -> bool {
 
 /// The most workloads on one node.
 pub const WORKLOADS: u32 = 16_384;
+/// The most listeners of proxies. A workload has three, or five if it accepts tunnels: then 9830 workloads have room.
+pub const LISTENERS: u32 = WORKLOADS * 3;
 /// The most rules, and the most ranges, of all policies together.
 pub const RULES: u32 = 262_144;
 /// The most addresses of workloads and endpoints.

@@ -38,14 +38,21 @@ fn flags_are_bits_of_their_own() {
         E::REFUSES_SERVICES,
         E::REFUSES_INBOUND,
         E::REFUSES_OTHER_PORTS,
+        E::TUNNELS,
     ];
-    assert!(bits(&enrolled).into_iter().eq(0..18));
+    assert!(bits(&enrolled).into_iter().eq(0..19));
     assert_eq!(bits(&[E::CAPTURED, FROM_CLIENT]), [31, 31]);
     assert_eq!(
         bits(&[CaptureConfig::FOREIGN, CaptureConfig::ARRIVALS]),
         [0, 1]
     );
-    let looked_up = [E::PROXY, E::INBOUND, E::VIRTUAL, E::REFUSES_INBOUND];
+    let looked_up = [
+        E::PROXY,
+        E::INBOUND,
+        E::VIRTUAL,
+        E::REFUSES_INBOUND,
+        E::TUNNELS,
+    ];
     assert_eq!(E::LOOKED_UP, looked_up.into_iter().sum::<u32>());
     let mesh = [
         MESH_NAMESPACES,
@@ -141,11 +148,14 @@ fn listeners_have_keys_of_their_own() {
             ListenerKey::of_namespace(7, v4),
             ListenerKey::of_interfaces(7, 3, v4),
             ListenerKey::of_packets(3, v4),
+            ListenerKey::of_tunnels(7, v4),
         ]
         .map(|key| (key.netns, key.family, key.workload))
     });
-    assert_eq!(keys[0], [(7, 4, 0), (7, 4, 3), (0, 4, 3)]);
-    assert_eq!(keys[1], [(7, 6, 0), (7, 6, 3), (0, 6, 3)]);
+    let tunnels = u32::MAX - 1;
+    let v4 = [(7, 4, 0), (7, 4, 3), (0, 4, 3), (7, 4, tunnels)];
+    assert_eq!(keys[0], v4);
+    assert_eq!(keys[1], v4.map(|(netns, _, of)| (netns, 6, of)));
     let key = ListenerKey::of_outbound(7);
     assert_eq!((key.netns, key.family, key.workload), (7, 4, u32::MAX));
 }
@@ -637,4 +647,36 @@ fn inbound_connections_have_rules() {
         let found = inbound(&rules(), &local, port, interface);
         assert_eq!(found, wanted, "{flags:#x} {port} {interface}");
     }
+}
+
+/// Whatever the rules about the port and the interface say, and whether or not connections pass without a proxy.
+#[test]
+fn tunnels_go_before_all_rules() {
+    let ports = Enrolled::HAS_INBOUND_PORTS | Enrolled::HAS_INTERFACES;
+    let tunnels = Enrolled::TUNNELS;
+    let others = Enrolled::INBOUND | Enrolled::INBOUND_OTHERS | Enrolled::FAIL_OPEN;
+    for (flags, port, wanted) in [
+        (0, 15_008, None),
+        (others, 15_008, None),
+        (others | Enrolled::REFUSES_INBOUND, 15_008, None),
+        (tunnels, 15_008, Some(Reason::CapturedInbound)),
+        (tunnels | others, 15_008, Some(Reason::CapturedInbound)),
+        (tunnels | ports, 15_008, Some(Reason::CapturedInbound)),
+        (
+            tunnels | others | Enrolled::REFUSES_INBOUND,
+            15_008,
+            Some(Reason::Unsupported),
+        ),
+        (tunnels | others, 15_006, None),
+        (tunnels | others, 80, None),
+        // Only the low half would be the port.
+        (tunnels | others, 15_008 | 1 << 16, None),
+    ] {
+        let local = Local {
+            flags,
+            ..Local::default()
+        };
+        assert_eq!(tunnel(&local, port), wanted, "{flags:#x} {port}");
+    }
+    assert!(Reason::Unsupported.is_refusal() && Reason::ProxyDown.is_refusal());
 }

@@ -62,7 +62,8 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     if local.netns != here {
         return elsewhere(ctx, here, interface, port);
     }
-    if local.flags & (Enrolled::INBOUND | Enrolled::REFUSES_INBOUND) == 0 {
+    let looked_at = Enrolled::INBOUND | Enrolled::REFUSES_INBOUND | Enrolled::TUNNELS;
+    if local.flags & looked_at == 0 {
         return PASS;
     }
     let is_captured = local.flags & Enrolled::INBOUND != 0;
@@ -83,6 +84,10 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
             return DROP;
         }
         return PASS;
+    }
+    // Before the rules, probes and `withoutProxy`: the port is the proxy's, and never the application's.
+    if let Some(reason) = capture::tunnel(&local, port) {
+        return tunnel(ctx, reason, &ListenerKey::of_tunnels(here, addr.is_v4()));
     }
     if foreign && to_inbound {
         // The port of a sidecar: while netfilter rules redirect connections to it, they arrive at this port.
@@ -123,6 +128,16 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         return PASS;
     }
     let reason = capture::without_proxy(local.flags);
+    count(reason);
+    if reason.is_refusal() { DROP } else { PASS }
+}
+
+/// A tunnel to the workload, and the verdict on it. Without a listener it is refused.
+#[inline(always)]
+fn tunnel(ctx: *mut bpf_sk_lookup, mut reason: Reason, key: &ListenerKey) -> u32 {
+    if reason == Reason::CapturedInbound && !assign(ctx, key) {
+        reason = Reason::ProxyDown;
+    }
     count(reason);
     if reason.is_refusal() { DROP } else { PASS }
 }

@@ -10,8 +10,9 @@ use aya_obj::generated::bpf_map_type::{
 use dataplane_common::{
     Addr, Reason, VIP_ELEMENTS, VipElement,
     capture::{
-        Askers, CaptureConfig, Enrolled, KNOWN, ListenerKey, Local, Meter, MeterSets, ORIGINS,
-        Origin, PROBES, RULES, RangeKey, RuleKey, TRAFFIC, Traffic, TrafficKey, Tuple, WORKLOADS,
+        Askers, CaptureConfig, Enrolled, KNOWN, LISTENERS, ListenerKey, Local, Meter, MeterSets,
+        ORIGINS, Origin, PROBES, RULES, RangeKey, RuleKey, TRAFFIC, Traffic, TrafficKey, Tuple,
+        WORKLOADS,
     },
     cells::{Cell, Slots, cells_for},
     origins::COUNTERS,
@@ -220,7 +221,7 @@ pub const MAPS: [MapSpec; 43] = [
             flags: 0,
             ..Hash::<ListenerKey, u32>::shape(BPF_MAP_TYPE_SOCKHASH)
         },
-        max_entries: Some(WORKLOADS * 3),
+        max_entries: Some(LISTENERS),
     },
     MapSpec {
         name: "METERS",
