@@ -99,6 +99,7 @@ fn proxy_after(
         namespace: None,
         outbound: vec![listener],
         inbound: vec![],
+        tunnels: vec![],
         egress,
     };
     let vip = SocketAddr::new(VIP, port);
@@ -377,6 +378,7 @@ fn a_removed_workload_can_be_attached_again() {
         namespace: None,
         outbound: vec![],
         inbound: vec![],
+        tunnels: vec![],
         egress: Egress::Allow,
     };
     assert!(matches!(proxy.add(again()), Err(AttachError::Attached(_))));
@@ -390,6 +392,32 @@ fn a_removed_workload_can_be_attached_again() {
         "cut at the deadline"
     );
     drop(server);
+}
+
+#[test]
+fn tunnels_are_left_to_another_engine() {
+    let (listener, at) = endpoint();
+    let (proxy, vip) = proxy(&Settings::default(), &[at], Egress::Allow);
+    let tunnels = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (copy, at) = (tunnels.try_clone().unwrap(), tunnels.local_addr().unwrap());
+    let other = Workload::new(WorkloadName::new("default", "other"), Place::Elsewhere);
+    proxy
+        .add(Attachment {
+            workload: Arc::new(other),
+            namespace: None,
+            outbound: vec![],
+            inbound: vec![],
+            tunnels: vec![tunnels],
+            egress: Egress::Allow,
+        })
+        .unwrap();
+    let tunnel = connect(at);
+    let relayed = connect(vip);
+    accept(&listener);
+    thread::sleep(Duration::from_millis(50));
+    let (_, from) = copy.accept().expect("it is still in the backlog");
+    assert_eq!(from, tunnel.local_addr().unwrap());
+    drop(relayed);
 }
 
 #[test]
@@ -513,6 +541,7 @@ fn readers_that_stall_cost_their_own_workload_its_connections() {
             namespace: None,
             outbound: vec![other],
             inbound: vec![],
+            tunnels: vec![],
             egress: Egress::Allow,
         })
         .unwrap();

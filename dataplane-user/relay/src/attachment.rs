@@ -60,6 +60,8 @@ pub struct Attachment {
     pub outbound: Vec<TcpListener>,
     /// Bound sockets at which connections arrive that are made to the workload.
     pub inbound: Vec<TcpListener>,
+    /// Bound sockets at which tunnels arrive that are made to the workload.
+    pub tunnels: Vec<TcpListener>,
     /// Whether the workload may connect to destinations that are not in the snapshot.
     pub egress: Egress,
 }
@@ -87,6 +89,8 @@ pub struct Listener {
     pub socket: OwnedFd,
     /// The direction of its connections.
     pub direction: Direction,
+    /// Whether its connections are tunnels, in which peers' connections arrive.
+    pub is_tunnel: bool,
     /// The address that the socket is bound to.
     pub address: SocketAddr,
 }
@@ -145,14 +149,17 @@ impl Attached {
     ) -> io::Result<(Arc<Self>, Arc<[Listener]>)> {
         let outbound = attachment.outbound.into_iter();
         let inbound = attachment.inbound.into_iter();
+        let tunnels = attachment.tunnels.into_iter();
         let listeners = outbound
-            .map(|socket| (socket, Direction::Outbound))
-            .chain(inbound.map(|socket| (socket, Direction::Inbound)));
-        let listeners = listeners.map(|(socket, direction)| {
+            .map(|socket| (socket, Direction::Outbound, false))
+            .chain(inbound.map(|socket| (socket, Direction::Inbound, false)))
+            .chain(tunnels.map(|socket| (socket, Direction::Inbound, true)));
+        let listeners = listeners.map(|(socket, direction, is_tunnel)| {
             Ok(Listener {
                 address: socket::plain(socket.local_addr()?),
                 socket: socket.into(),
                 direction,
+                is_tunnel,
             })
         });
         let listeners: Arc<[Listener]> = listeners.collect::<io::Result<_>>()?;

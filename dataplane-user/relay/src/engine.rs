@@ -9,7 +9,8 @@ use super::attachment::{Attached, Listener};
 ///
 /// An engine chooses its threads and how they wait for sockets. The proxy's epoll workers are an engine.
 pub trait Engine {
-    /// Accepts connections at these sockets from now on.
+    /// Accepts connections at these sockets from now on: at those that it can serve, because tunnels
+    /// ([`Listener::is_tunnel`]) need another engine than plain connections.
     fn take(&self, attached: &Arc<Attached>, listeners: &Arc<[Listener]>);
 
     /// Stops accepting connections of an attachment, and resets its remaining connections at the deadline. Returns at

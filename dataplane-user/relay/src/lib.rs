@@ -129,7 +129,8 @@ impl Relay {
             workload: workload.clone(),
             cause,
         };
-        for listener in attachment.outbound.iter().chain(&attachment.inbound) {
+        let plain = attachment.outbound.iter().chain(&attachment.inbound);
+        for listener in plain.chain(&attachment.tunnels) {
             socket::prepare(listener).map_err(failed)?;
         }
         // In another namespace the workload's own addresses are enough.

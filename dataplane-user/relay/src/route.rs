@@ -93,6 +93,7 @@ mod tests {
             namespace: None,
             outbound: vec![],
             inbound: vec![],
+            tunnels: vec![],
             egress,
         };
         let limits = Arc::new(Limits::new(Some(1), None, 1024));

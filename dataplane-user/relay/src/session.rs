@@ -358,6 +358,7 @@ mod tests {
             namespace: None,
             outbound: vec![],
             inbound: vec![],
+            tunnels: vec![],
             egress: Egress::Allow,
         };
         let shared = (limits, Holders::default(), Arc::clone(&log));

@@ -139,6 +139,7 @@ impl Relaying {
             namespace: None,
             outbound: std::mem::take(&mut sockets.outbound),
             inbound: std::mem::take(&mut sockets.inbound),
+            tunnels: Vec::new(),
             egress: arguments.egress,
         };
         proxy.set_snapshot(snapshot);
