@@ -257,7 +257,7 @@ pub const fn without_proxy(flags: u32) -> Reason {
 /// ([`Reason::Unsupported`]) if connections to some ports of the workload are to be refused.
 #[inline(always)]
 pub fn tunnel(local: &Local, port: u32) -> Option<Reason> {
-    if local.flags & Enrolled::TUNNELS == 0 || port != TUNNELS.host() as u32 {
+    if local.flags & Enrolled::TUNNELS == 0 || port != u32::from(TUNNELS.host()) {
         return None;
     }
     Some(if local.flags & Enrolled::REFUSES_INBOUND == 0 {

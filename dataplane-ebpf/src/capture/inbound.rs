@@ -86,13 +86,8 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         return PASS;
     }
     // Before the rules, probes and `withoutProxy`: the port is the proxy's, and never the application's.
-    if let Some(mut reason) = capture::tunnel(&local, port) {
-        let key = ListenerKey::of_tunnels(local.netns, addr.is_v4());
-        if reason == Reason::CapturedInbound && !assign(ctx, &key) {
-            reason = Reason::ProxyDown;
-        }
-        count(reason);
-        return if reason.is_refusal() { DROP } else { PASS };
+    if let Some(reason) = capture::tunnel(&local, port) {
+        return tunnel(ctx, reason, &ListenerKey::of_tunnels(here, addr.is_v4()));
     }
     if foreign && to_inbound {
         // The port of a sidecar: while netfilter rules redirect connections to it, they arrive at this port.
@@ -133,6 +128,16 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         return PASS;
     }
     let reason = capture::without_proxy(local.flags);
+    count(reason);
+    if reason.is_refusal() { DROP } else { PASS }
+}
+
+/// A tunnel to the workload, and the verdict on it. Without a listener it is refused.
+#[inline(always)]
+fn tunnel(ctx: *mut bpf_sk_lookup, mut reason: Reason, key: &ListenerKey) -> u32 {
+    if reason == Reason::CapturedInbound && !assign(ctx, key) {
+        reason = Reason::ProxyDown;
+    }
     count(reason);
     if reason.is_refusal() { DROP } else { PASS }
 }

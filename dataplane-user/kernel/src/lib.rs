@@ -74,8 +74,8 @@ pub use capture::{
     Capture, CaptureOptions, CaptureTables, InterfaceRule, Listeners, Machines, Marks, Namespace,
     OUR_TABLE, Pairs, QueryLease, QuerySockets, Unrouted, addresses, indices, is_the_nodes,
     open_listeners, open_query_sockets, open_resolver_sockets, open_transparent_listeners,
-    route_answers, route_answers_no_more, route_interfaces, route_to_sockets, sockets_of_listeners,
-    this_namespace, unroute_interfaces,
+    open_tunnel_listeners, route_answers, route_answers_no_more, route_interfaces,
+    route_to_sockets, sockets_of_listeners, this_namespace, unroute_interfaces,
 };
 pub use cgroup::cgroup2_root;
 pub use change_news::ChangeNews;

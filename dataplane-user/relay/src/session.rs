@@ -247,12 +247,10 @@ impl Session {
     }
 
     fn authorize(&self, index: &Index) -> Result<(), Denied> {
+        let (attached, peer) = (self.attached(), self.peer.as_deref());
         match self.direction {
             Direction::Outbound => Ok(()),
-            Direction::Inbound => {
-                let peer = self.peer.as_deref();
-                index.authorize(self.attached(), peer, self.client, self.destination)
-            }
+            Direction::Inbound => index.authorize(attached, peer, self.client, self.destination),
         }
     }
 

@@ -73,10 +73,12 @@ pub fn workloads(
     let captured = |entry: &&Enrolled| entry.flags & Enrolled::CAPTURED != 0;
     let namespaces = held.namespaces.iter().filter(|(_, e)| captured(e));
     let in_namespaces = namespaces.map(|(cookie, entry)| {
-        let takes = entry.flags & Enrolled::INBOUND == 0
-            || [true, false]
-                .iter()
-                .any(|v4| listening.contains(&ListenerKey::of_namespace(*cookie, *v4)));
+        let takes = |flag, key: fn(u64, bool) -> ListenerKey| {
+            let mut keys = [true, false].map(|v4| key(*cookie, v4)).into_iter();
+            entry.flags & flag == 0 || keys.any(|key| listening.contains(&key))
+        };
+        let takes = takes(Enrolled::INBOUND, ListenerKey::of_namespace)
+            && takes(Enrolled::TUNNELS, ListenerKey::of_tunnels);
         let listens = [outbound.contains(cookie), takes];
         row(entry, format!("netns {cookie}"), listens)
     });

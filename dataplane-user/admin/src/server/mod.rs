@@ -1,6 +1,7 @@
 //! The agent's endpoints. They show state. Two endpoints of the Unix socket, which is root's, change something: one makes
 //! the DNS server forget answers, the other has the CNI plug-in's registrations of pods.
 
+mod certificates;
 mod dns;
 #[cfg(test)]
 mod fuzz;
@@ -303,21 +304,10 @@ fn admin_routes(context: &Arc<Context>) -> Router {
         .route("/mesh", get(get_mesh))
         .route("/policies", get(get_policies))
         .route("/dns/cache", get(dns::get))
-        .route("/certs", get(get_certs))
+        .route("/certs", get(certificates::get))
         .with_state(Arc::clone(context))
         .merge(metrics_routes(context))
         .merge(health_routes(context))
-}
-
-async fn get_certs(Shared(context): Shared<Arc<Context>>) -> Response {
-    answer(move || match context.state.certificates.get() {
-        Some(certificates) => Ok(Json(certificates.list())),
-        None => Err(
-            "connections are not encrypted; set mesh.identity in the agent's configuration\n"
-                .to_owned(),
-        ),
-    })
-    .await
 }
 
 /// Whether the agent answers, and none of its threads hangs. Readiness shows whether it works.

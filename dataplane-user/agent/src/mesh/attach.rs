@@ -29,6 +29,8 @@ pub(super) struct Attached {
     pub namespace: OwnedFd,
     egress: Egress,
     takes_inbound: bool,
+    /// Whether the proxy accepts tunnels to it.
+    takes_tunnels: bool,
     /// Its listening sockets, for this agent's successor.
     sockets: Named,
 }
@@ -61,12 +63,11 @@ impl Mesh {
             }
             let problem = if self.options.foreign {
                 self.adopt(kernel, namespace).unwrap_or_else(Some)
-            } else if self.is_attached(member, namespace.cookie) {
+            } else if self.is_attached(member, namespace.cookie, *flags) {
                 None
             } else {
-                let inbound = flags & Enrolled::INBOUND != 0;
                 self.take_back(namespace.cookie);
-                self.attach(kernel.capture(), member, namespace, inbound)
+                self.attach(kernel.capture(), member, namespace, *flags)
                     .err()
             };
             if let Some(problem) = problem {
@@ -75,12 +76,13 @@ impl Mesh {
         }
     }
 
-    /// Whether the proxy takes a workload's connections already, by its present rules.
-    fn is_attached(&self, member: &Member, cookie: u64) -> bool {
+    /// Whether the proxy takes a workload's connections already, by its present rules. `flags`: those of its entry.
+    fn is_attached(&self, member: &Member, cookie: u64, flags: u32) -> bool {
         self.attached.get(&cookie).is_some_and(|attached| {
             member.workload.name == attached.name
                 && member.policy.egress == attached.egress
                 && takes_inbound(member) == attached.takes_inbound
+                && (flags & Enrolled::TUNNELS != 0) == attached.takes_tunnels
         })
     }
 
@@ -94,7 +96,7 @@ impl Mesh {
         }
     }
 
-    /// Returns an earlier agent's sockets for a namespace, if they have the right ports.
+    /// Returns an earlier agent's sockets for a namespace, if they have the right ports. It may have had none for tunnels.
     fn given(&mut self, cookie: u64, inbound: bool) -> Option<Listeners> {
         let mut take = |direction: &str, port: u16| -> Vec<TcpListener> {
             let names = ["v4", "v6"].map(|family| socket_name(direction, cookie, family));
@@ -107,6 +109,7 @@ impl Mesh {
         let listeners = Listeners {
             outbound: take(OUTBOUND, self.options.outbound),
             inbound: take(INBOUND, self.options.inbound),
+            tunnels: take(TUNNELS, self.options.inbound),
         };
         let complete = !listeners.outbound.is_empty() && inbound != listeners.inbound.is_empty();
         complete.then_some(listeners)
@@ -123,17 +126,21 @@ impl Mesh {
         sockets.chain(self.packets.sockets()).chain(of_dns)
     }
 
+    /// Opens or takes over a workload's listening sockets, and makes the proxy take its connections. `flags`: those of its
+    /// entry.
     pub(super) fn attach(
         &mut self,
         capture: &Capture,
         member: &Member,
         namespace: &Namespace,
-        inbound: bool,
+        flags: u32,
     ) -> Result<(), Problem> {
+        let [inbound, tunnels] =
+            [Enrolled::INBOUND, Enrolled::TUNNELS].map(|flag| flags & flag != 0);
         let transparent = self.config.proxy.keep_source.unwrap_or(true);
         let options = self.options;
         let given = self.given(namespace.cookie, inbound);
-        let sockets = kernel::sockets_of_listeners(inbound);
+        let sockets = kernel::sockets_of_listeners(inbound, tunnels);
         let work = move || {
             if transparent && inbound {
                 let routed = kernel::route_answers(options.mark | FROM_CLIENT);
@@ -142,11 +149,8 @@ impl Mesh {
                 }
             }
             let interface = only_interface();
-            let listeners = match given {
-                Some(listeners) => Ok(listeners),
-                None => kernel::open_listeners(&options, inbound)
-                    .map_err(|error| not_listening(&options, &error)),
-            };
+            let listeners = listeners(given, &options, inbound, tunnels);
+            let listeners = listeners.map_err(|error| not_listening(&options, &error));
             Ok(listeners.map(|listeners| (listeners, interface)))
         };
         let opened = namespaces::within_with(namespace.file.as_fd(), &sockets, work);
@@ -169,6 +173,7 @@ impl Mesh {
                 namespace: Some(sockets_in(clone()?, interface)),
                 outbound: listeners.outbound,
                 inbound: listeners.inbound,
+                tunnels: listeners.tunnels,
                 egress: member.policy.egress,
             })
             .map_err(Problem::of_node)?;
@@ -178,6 +183,7 @@ impl Mesh {
             namespace: clone()?,
             egress: member.policy.egress,
             takes_inbound: takes_inbound(member),
+            takes_tunnels: tunnels,
             sockets,
         };
         self.attached.insert(namespace.cookie, attached);
@@ -212,7 +218,7 @@ impl Mesh {
                 || enrolled.iter().any(|(member, namespace, flags)| {
                     namespace.cookie == cookie
                         && flags & Enrolled::PROXY != 0
-                        && self.is_attached(member, cookie)
+                        && self.is_attached(member, cookie, *flags)
                 })
         };
         let attached = self.attached.keys().copied();
@@ -286,6 +292,26 @@ fn unrouted(error: &io::Error) -> Problem {
     ))
 }
 
+/// Completes the sockets of an earlier agent in this network namespace. Closes its sockets for tunnels if the workload accepts
+/// none.
+fn listeners(
+    given: Option<Listeners>,
+    options: &CaptureOptions,
+    inbound: bool,
+    tunnels: bool,
+) -> io::Result<Listeners> {
+    let mut listeners = match given {
+        Some(listeners) => listeners,
+        None => kernel::open_listeners(options, inbound)?,
+    };
+    if !tunnels {
+        listeners.tunnels.clear();
+    } else if listeners.tunnels.is_empty() {
+        listeners.tunnels = kernel::open_tunnel_listeners(options)?;
+    }
+    Ok(listeners)
+}
+
 /// If a port is taken in a workload's network namespace, one of the workload's processes has taken it.
 fn not_listening(options: &CaptureOptions, error: &io::Error) -> Problem {
     let (a, b) = (options.outbound, options.inbound);
@@ -326,6 +352,7 @@ pub(super) fn unseen(cgroup: &Path) -> Option<String> {
 
 const OUTBOUND: &str = "outbound";
 const INBOUND: &str = "inbound";
+const TUNNELS: &str = "tunnels";
 
 /// The name of a listening socket in a hand-over.
 fn socket_name(direction: &str, cookie: u64, family: &str) -> String {
@@ -336,26 +363,88 @@ fn socket_name(direction: &str, cookie: u64, family: &str) -> String {
 fn named(cookie: u64, listeners: &Listeners) -> io::Result<Named> {
     let outbound = listeners.outbound.iter().map(|socket| (OUTBOUND, socket));
     let inbound = listeners.inbound.iter().map(|socket| (INBOUND, socket));
+    let tunnels = listeners.tunnels.iter().map(|socket| (TUNNELS, socket));
     let copy = |(direction, socket): (&str, &TcpListener)| {
         let v4 = socket.local_addr()?.is_ipv4();
         let name = socket_name(direction, cookie, if v4 { "v4" } else { "v6" });
         Ok((name, socket.try_clone()?.into()))
     };
-    outbound.chain(inbound).map(copy).collect()
+    let all = outbound.chain(inbound).chain(tunnels);
+    all.map(copy).collect()
 }
 
-/// Gives the programs the sockets for a namespace's inbound connections, and for outbound ones to any address of
-/// loopback.
+/// Gives the programs the sockets for a namespace's inbound connections, for tunnels to it, and for outbound connections to
+/// any address of loopback.
 fn hand_over(capture: &Capture, cookie: u64, listeners: &Listeners) -> Result<(), String> {
     let is_v4 = |socket: &TcpListener| socket.local_addr().is_ok_and(|addr| addr.is_ipv4());
     let inbound = listeners.inbound.iter();
     let inbound = inbound.map(|socket| (ListenerKey::of_namespace(cookie, is_v4(socket)), socket));
     let outbound = listeners.outbound.iter().filter(|socket| is_v4(socket));
     let outbound = outbound.map(|socket| (ListenerKey::of_outbound(cookie), socket));
-    for (key, socket) in inbound.chain(outbound) {
+    let tunnels = listeners.tunnels.iter();
+    let tunnels = tunnels.map(|socket| (ListenerKey::of_tunnels(cookie, is_v4(socket)), socket));
+    for (key, socket) in inbound.chain(outbound).chain(tunnels) {
         capture
             .listen(key, socket.as_fd())
             .map_err(|error| error.to_string())?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOOPBACK: &str = "127.0.0.1:0";
+
+    fn socket() -> TcpListener {
+        TcpListener::bind(LOOPBACK).unwrap()
+    }
+
+    fn options() -> CaptureOptions {
+        let free = [socket(), socket()].map(|socket| socket.local_addr().unwrap().port());
+        CaptureOptions {
+            outbound: free[0],
+            inbound: free[1],
+            mark: 1,
+            foreign: false,
+            denies: false,
+            dns: None,
+        }
+    }
+
+    /// As an earlier agent hands them over, which accepts tunnels or not.
+    #[test]
+    fn the_sockets_of_an_earlier_agent_are_completed() {
+        let options = options();
+        let given = |tunnels| Listeners {
+            outbound: vec![socket()],
+            inbound: vec![socket()],
+            tunnels,
+        };
+        let at = |sockets: &[TcpListener]| sockets[0].local_addr().unwrap();
+        let before = given(vec![socket()]);
+        let (outbound, tunnels) = (at(&before.outbound), at(&before.tunnels));
+        let kept = listeners(Some(before), &options, true, true).unwrap();
+        assert_eq!((at(&kept.outbound), at(&kept.tunnels)), (outbound, tunnels));
+        let kept = listeners(Some(given(vec![])), &options, true, true).unwrap();
+        assert_eq!(at(&kept.tunnels).port(), options.inbound);
+        let kept = listeners(Some(given(vec![socket()])), &options, true, false).unwrap();
+        assert!(kept.tunnels.is_empty());
+        drop(kept);
+        let opened = listeners(None, &options, true, false).unwrap();
+        assert!(opened.tunnels.is_empty() && at(&opened.inbound).port() == options.inbound);
+    }
+
+    #[test]
+    fn all_sockets_of_a_workload_are_handed_over() {
+        let listeners = Listeners {
+            outbound: vec![socket()],
+            inbound: vec![socket()],
+            tunnels: vec![socket()],
+        };
+        let named = named(7, &listeners).unwrap();
+        let names: Vec<&str> = named.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["outbound 7 v4", "inbound 7 v4", "tunnels 7 v4"]);
+    }
 }

@@ -132,6 +132,12 @@ fn tunnel_settings(
     (manner, settings)
 }
 
+/// Whether the agent's proxy accepts tunnels (HBONE) to captured workloads.
+fn tunnels_are_on(settings: &Settings) -> bool {
+    let mesh = settings.mesh.as_ref();
+    mesh.is_some_and(|mesh| mesh.identity.is_some())
+}
+
 /// The captured workloads, with the proxy and the DNS server.
 pub struct Mesh {
     config: settings::Mesh,
@@ -248,7 +254,7 @@ impl Mesh {
                 all_queries: settings.dns.as_ref().is_some_and(settings::Dns::is_for_all),
                 ..statements::said(&config)
             },
-            enroller: Enroller::after(held, options.foreign),
+            enroller: Enroller::after(held, options.foreign, tunnels_are_on(settings)),
             attached: BTreeMap::new(),
             packets: Packets::after(held),
             routed: virtual_interfaces::after(held),
@@ -339,8 +345,7 @@ impl Mesh {
             {
                 continue;
             }
-            let inbound = entry.flags & Enrolled::INBOUND != 0;
-            if let Err(problem) = self.attach(capture, member, namespace, inbound) {
+            if let Err(problem) = self.attach(capture, member, namespace, entry.flags) {
                 debug!("{}: not yet: {}", member.workload.name, problem.text);
             }
         }

@@ -22,16 +22,25 @@ pub struct Listeners {
     pub outbound: Vec<TcpListener>,
     /// Sockets for inbound connections to the workload.
     pub inbound: Vec<TcpListener>,
+    /// Sockets for tunnels to the workload.
+    pub tunnels: Vec<TcpListener>,
 }
 
-/// Returns the sockets that [`open_listeners`] opens, and as many to the kernel's routes, for
+/// The addresses of the sockets for tunnels, which nobody connects to: the programs give these sockets the connections to
+/// another port. An address that no interface has (RFC 6666), because IPv6 has only one address of loopback.
+const TUNNELS_AT: (Ipv4Addr, Ipv6Addr) = (
+    Ipv4Addr::new(127, 0, 0, 2),
+    Ipv6Addr::new(0x100, 0, 0, 0, 0, 0, 0, 1),
+);
+
+/// Returns the sockets that [`open_listeners`] and [`open_tunnel_listeners`] open, and as many to the kernel's routes, for
 /// [`namespaces::within_with`](crate::namespaces::within_with).
-pub fn sockets_of_listeners(inbound: bool) -> [Sockets; 3] {
+pub fn sockets_of_listeners(inbound: bool, tunnels: bool) -> [Sockets; 3] {
     let sockets = |domain, kind, protocol| Sockets {
         domain,
         kind,
         protocol,
-        count: 1 + usize::from(inbound),
+        count: 1 + usize::from(inbound) + usize::from(tunnels),
     };
     let [stream, routes] = [Type::STREAM, Type::DGRAM];
     let netlink = i32::try_from(NETLINK_ROUTE).ok().map(Protocol::from);
@@ -49,13 +58,23 @@ pub fn sockets_of_listeners(inbound: bool) -> [Sockets; 3] {
 /// If the kernel refuses: most likely, another process listens at the port.
 pub fn open_listeners(options: &CaptureOptions, inbound: bool) -> io::Result<Listeners> {
     Ok(Listeners {
-        outbound: listen_at(options.outbound)?,
+        outbound: listen_at(LOOPBACK, options.outbound)?,
         inbound: if inbound {
-            listen_at(options.inbound)?
+            listen_at(LOOPBACK, options.inbound)?
         } else {
             Vec::new()
         },
+        tunnels: Vec::new(),
     })
+}
+
+/// Opens the proxy's listening sockets for tunnels, in the network namespace that this thread is in: at the proxy's port for
+/// inbound connections, so that they take no further port from the workload's applications.
+///
+/// # Errors
+/// If the kernel refuses: most likely, another process listens at the port.
+pub fn open_tunnel_listeners(options: &CaptureOptions) -> io::Result<Vec<TcpListener>> {
+    listen_at(TUNNELS_AT, options.inbound)
 }
 
 /// Opens the proxy's listening sockets for a workload that is captured by its packets, in the network namespace that
@@ -65,7 +84,7 @@ pub fn open_listeners(options: &CaptureOptions, inbound: bool) -> io::Result<Lis
 /// # Errors
 /// If the kernel refuses.
 pub fn open_transparent_listeners() -> io::Result<Vec<TcpListener>> {
-    let sockets = listen_at(0)?;
+    let sockets = listen_at(LOOPBACK, 0)?;
     for socket in &sockets {
         let options = SockRef::from(socket);
         if socket.local_addr()?.is_ipv4() {
@@ -148,10 +167,13 @@ pub fn open_resolver_sockets(resolver: IpAddr, mark: u32) -> io::Result<QuerySoc
     })
 }
 
-/// Listens at loopback of both families: other hosts reach these sockets only by capture.
-fn listen_at(port: u16) -> io::Result<Vec<TcpListener>> {
-    let mut sockets = vec![listen_on((Ipv4Addr::LOCALHOST, port).into())?];
-    match listen_on((Ipv6Addr::LOCALHOST, port).into()) {
+/// The loopback addresses of both families: other hosts reach sockets there only by capture.
+const LOOPBACK: (Ipv4Addr, Ipv6Addr) = (Ipv4Addr::LOCALHOST, Ipv6Addr::LOCALHOST);
+
+/// Listens at an address of each family, unless IPv6 is off.
+fn listen_at((v4, v6): (Ipv4Addr, Ipv6Addr), port: u16) -> io::Result<Vec<TcpListener>> {
+    let mut sockets = vec![listen_on((v4, port).into())?];
+    match listen_on((v6, port).into()) {
         Ok(socket) => sockets.push(socket),
         Err(error) if says_v6_is_off(&error) => {}
         Err(error) => return Err(error),
@@ -184,9 +206,48 @@ fn listen_on(addr: SocketAddr) -> io::Result<TcpListener> {
     socket.set_reuse_address(true)?;
     if addr.is_ipv6() {
         socket.set_only_v6(true)?;
+        // No interface has an address of `TUNNELS_AT`.
+        socket.set_freebind_v6(!addr.ip().is_loopback())?;
     }
     socket.set_nonblocking(true)?;
     socket.bind(&addr.into())?;
     socket.listen(BACKLOG)?;
     Ok(socket.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn listeners_of_tunnels_share_the_inbound_port_and_take_no_other() {
+        let free = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+        let [outbound, inbound] = free.map(|socket| socket.local_addr().unwrap().port());
+        let options = CaptureOptions {
+            outbound,
+            inbound,
+            mark: 1,
+            foreign: false,
+            denies: false,
+            dns: None,
+        };
+        let listeners = open_listeners(&options, true).unwrap();
+        assert!(listeners.tunnels.is_empty());
+        let tunnels = open_tunnel_listeners(&options).unwrap();
+        let at = |sockets: &[TcpListener]| -> Vec<SocketAddr> {
+            let addrs = sockets.iter().map(|socket| socket.local_addr().unwrap());
+            addrs.collect()
+        };
+        assert_eq!(at(&tunnels)[0], (TUNNELS_AT.0, inbound).into());
+        assert!(tunnels.len() >= listeners.inbound.len());
+        for addr in at(&tunnels).iter().chain(&at(&listeners.inbound)) {
+            assert_eq!(addr.port(), inbound, "{addr}");
+        }
+        for addr in &at(&tunnels)[1..] {
+            assert_eq!(addr.ip(), TUNNELS_AT.1, "{addr}");
+        }
+        // A second agent in the same namespace is refused, as with the other listeners.
+        let again = open_tunnel_listeners(&options).unwrap_err();
+        assert_eq!(again.kind(), io::ErrorKind::AddrInUse);
+    }
 }

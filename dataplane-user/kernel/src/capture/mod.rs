@@ -40,7 +40,7 @@ pub use self::{
     lease::QueryLease,
     listeners::{
         Listeners, QuerySockets, open_listeners, open_query_sockets, open_resolver_sockets,
-        open_transparent_listeners, sockets_of_listeners,
+        open_transparent_listeners, open_tunnel_listeners, sockets_of_listeners,
     },
     machine_marks::Marks,
     namespace::{Namespace, addresses, indices, is_linked, is_the_nodes, this_namespace},

@@ -265,7 +265,7 @@ mod tests {
     fn reason(member: &Member, addr: [u8; 4], port: u16) -> Reason {
         let mut tables = Captured::default();
         let enrolled: Enrolled =
-            Enroller::after(&Captured::default(), false).enrol(member, &mut tables);
+            Enroller::after(&Captured::default(), false, false).enrol(member, &mut tables);
         let to = (dataplane_common::Addr::from_v4(addr), Port::new(port));
         let asked = Unknown(&tables);
         let (datagram, _) = capture::decide_datagram(&asked, &enrolled, to, false);
@@ -314,7 +314,7 @@ mod tests {
     /// connections, or does not capture this destination.
     fn by_interface(member: &Member, addr: [u8; 4], port: u16, foreign: bool) -> Option<Reason> {
         let mut tables = Captured::default();
-        let mut enroller = Enroller::after(&Captured::default(), foreign);
+        let mut enroller = Enroller::after(&Captured::default(), foreign, false);
         let interfaces = [(INTERFACE.0.to_owned(), INTERFACE.1)].into();
         let home = Home {
             cookie: 1,

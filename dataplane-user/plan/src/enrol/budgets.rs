@@ -202,7 +202,7 @@ pub(super) mod tests {
         let start = Instant::now();
         let members = members(&said, &snapshot);
         assert!(start.elapsed().as_secs() < 20, "{:?}", start.elapsed());
-        let mut enroller = Enroller::after(&Captured::default(), false);
+        let mut enroller = Enroller::after(&Captured::default(), false, false);
         let mut tables = Captured::default();
         let mut whole = 0;
         for member in &members {
@@ -275,7 +275,7 @@ pub(super) mod tests {
 
     fn told(snapshot: &Snapshot, namespace: &str) -> PodEntries {
         let members = members_within(&MeshStatements::default(), snapshot, [40; 2]);
-        let mut enroller = Enroller::after(&Captured::default(), false);
+        let mut enroller = Enroller::after(&Captured::default(), false, false);
         let mut tables = Captured::default();
         let entries: Vec<_> = members
             .iter()

@@ -17,7 +17,7 @@ use std::{
 };
 
 pub use budgets::fit_addresses;
-use dataplane_common::capture::{CAPTURED, EXCLUDED, Enrolled, Local, RuleKey};
+use dataplane_common::capture::{CAPTURED, EXCLUDED, Enrolled, Local, RuleKey, TUNNELS};
 pub use istio::{consequence, limited, missing_root, unread};
 pub use kept::{Retained, Unknown};
 pub use known::known;
@@ -83,6 +83,8 @@ pub struct Home<'a> {
 pub struct Enroller {
     /// Whether the proxy is not the agent's.
     foreign: bool,
+    /// Whether the agent's proxy accepts tunnels to workloads.
+    tunnels: bool,
     policies: Policies,
     /// Numbers of workloads in the tables.
     numbers: HashMap<WorkloadName, u32>,
@@ -92,8 +94,9 @@ pub struct Enroller {
 }
 
 impl Enroller {
-    /// Continues after an earlier agent, whose tables hold `held`. `foreign`: whether the proxy is not the agent's.
-    pub fn after(held: &Captured, foreign: bool) -> Self {
+    /// Continues after an earlier agent, whose tables hold `held`. `foreign`: whether the proxy is not the agent's; `tunnels`:
+    /// whether the agent's proxy accepts tunnels to workloads.
+    pub fn after(held: &Captured, foreign: bool, tunnels: bool) -> Self {
         let enrolled = || held.namespaces.values().chain(held.cgroups.values());
         let rules = held
             .rules
@@ -109,6 +112,7 @@ impl Enroller {
         let last = workloads.max().unwrap_or_default();
         Self {
             foreign,
+            tunnels: tunnels && !foreign,
             policies: Policies::after(policies.max().unwrap_or_default()),
             numbers: HashMap::new(),
             last,
@@ -138,7 +142,12 @@ impl Enroller {
 
     /// Returns the entry of a workload, and adds its policy to `wanted`.
     pub fn enrol(&mut self, member: &Member, wanted: &mut Captured) -> Enrolled {
-        let (policy, flags) = self.policies.add(&member.policy, self.foreign, wanted);
+        let (policy, mut flags) = self.policies.add(&member.policy, self.foreign, wanted);
+        // Only a workload that accepts tunnels itself has a rule for their port.
+        let accepts_itself = member.policy.inbound_ports.contains_key(&TUNNELS.host());
+        if self.tunnels && flags & Enrolled::INBOUND != 0 && !accepts_itself {
+            flags |= Enrolled::TUNNELS;
+        }
         Enrolled {
             policy,
             flags,
@@ -226,5 +235,58 @@ impl Enroller {
             )
             .collect();
         self.policies.keep(|number| used.contains(&number));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use model::{Inbound, Mode, Policy, Snapshot};
+
+    use super::*;
+
+    #[test]
+    fn workloads_whose_inbound_connections_go_to_the_agents_proxy_accept_tunnels() {
+        let proxied = || Policy {
+            mode: Mode::Proxy,
+            ..Policy::default()
+        };
+        let with = |ports: &[(u16, bool)]| Policy {
+            inbound_ports: ports.iter().copied().collect(),
+            ..proxied()
+        };
+        let inbound = |inbound| Policy {
+            inbound,
+            ..with(&[(80, true)])
+        };
+        let kernel = Policy {
+            mode: Mode::Kernel,
+            ..proxied()
+        };
+        for (policy, foreign, tunnels, wanted) in [
+            (proxied(), false, true, true),
+            (proxied(), false, false, false),
+            (proxied(), true, true, false),
+            (kernel, false, true, false),
+            (inbound(Inbound::Listed), false, true, true),
+            (inbound(Inbound::None), false, true, false),
+            (with(&[(80, false)]), false, true, true),
+            (with(&[(15_008, false)]), false, true, false),
+            (with(&[(15_008, true)]), false, true, false),
+        ] {
+            let said = format!("{policy:?}, foreign {foreign}, tunnels {tunnels}");
+            let member = Member {
+                policy,
+                ..Member::of_node(&Snapshot::default())
+            };
+            let mut tables = Captured::default();
+            let mut enroller = Enroller::after(&tables, foreign, tunnels);
+            let home = Home {
+                cookie: 1,
+                interfaces: &BTreeMap::new(),
+            };
+            let entry = enroller.enrol_namespace(&member, home, &mut tables);
+            assert_eq!(entry.flags & Enrolled::TUNNELS != 0, wanted, "{said}");
+            assert_eq!(tables.namespaces[&1].flags, entry.flags);
+        }
     }
 }

@@ -60,10 +60,11 @@ impl Acceptor {
 impl Worker {
     /// Accepts connections at these sockets from now on, except tunnels.
     pub fn open(&mut self, attached: &Arc<Attached>, listeners: &Arc<[Listener]>) {
-        for which in 0..listeners.len() {
-            if listeners[which].is_tunnel {
-                continue;
-            }
+        let plain = listeners
+            .iter()
+            .enumerate()
+            .filter(|(_, listener)| !listener.is_tunnel);
+        for (which, _) in plain {
             let number = self.acceptors.iter().position(Option::is_none);
             let number = number.unwrap_or_else(|| {
                 self.acceptors.push(None);

@@ -30,6 +30,7 @@ const NOT_THERE: u32 = Enrolled::INBOUND
     | Enrolled::REFUSES_INBOUND
     | Enrolled::REFUSES_OTHER_PORTS
     | Enrolled::HAS_INTERFACES
+    | Enrolled::TUNNELS
     | Enrolled::VIRTUAL
     | Enrolled::HAS_USERS
     | Enrolled::ONLY_USERS;

@@ -72,6 +72,7 @@ impl Mesh {
                 namespace: None,
                 outbound: listeners,
                 inbound: Vec::new(),
+                tunnels: Vec::new(),
                 egress,
             })
             .map_err(Problem::of_node)?;
@@ -147,8 +148,8 @@ pub fn forget_listeners(kernel: &Kernel, wanted: &Captured) -> Result<(), kernel
     let locals = capture.held().locals.values().chain(wanted.locals.values());
     let known: BTreeSet<u32> = locals.map(|local| local.workload).collect();
     for key in capture.tables().listeners()? {
-        let is_workloads = key.workload != 0 && key.workload != ListenerKey::OUTBOUND;
-        if is_workloads && !known.contains(&key.workload) {
+        let of_namespace = [0, ListenerKey::OUTBOUND, ListenerKey::TUNNELS];
+        if !of_namespace.contains(&key.workload) && !known.contains(&key.workload) {
             capture.listen_no_more(key)?;
         }
     }

@@ -255,8 +255,12 @@ impl Mesh {
         let interface = interface_of(local.netns, to);
         let number = interface.as_ref().map_or(0, |(_, number)| *number);
         let own = [self.config.inbound, self.config.outbound].contains(&Port::new(to.port));
-        let mut reason = capture::inbound(&self.held, local, to.port.into(), number);
-        if !has(Enrolled::INBOUND) && reason != Reason::Unsupported {
+        let tunnel = capture::tunnel(local, to.port.into());
+        let by_rules = || capture::inbound(&self.held, local, to.port.into(), number);
+        let mut reason = tunnel.unwrap_or_else(by_rules);
+        if tunnel.is_some() {
+            // No rule decides.
+        } else if !has(Enrolled::INBOUND) && reason != Reason::Unsupported {
             if !has(Enrolled::PROXY) {
                 return None;
             }
@@ -264,10 +268,15 @@ impl Mesh {
         } else if has(Enrolled::INBOUND) && own {
             reason = Reason::Recursive;
         }
-        let key = ListenerKey::of_namespace(local.netns, to.addr.is_ipv4());
-        let listens = self.listeners.contains(&key);
-        if reason == Reason::CapturedInbound && !listens {
-            reason = capture::without_proxy(local.flags);
+        let (netns, is_v4) = (local.netns, to.addr.is_ipv4());
+        let (key, without) = if tunnel.is_some() {
+            (ListenerKey::of_tunnels(netns, is_v4), Reason::ProxyDown)
+        } else {
+            let without = capture::without_proxy(local.flags);
+            (ListenerKey::of_namespace(netns, is_v4), without)
+        };
+        if reason == Reason::CapturedInbound && !self.listeners.contains(&key) {
+            reason = without;
         }
         let mut told = self.told("inbound", local.workload, reason);
         told.steps
@@ -279,8 +288,15 @@ impl Mesh {
                 "explained for a connection that arrives at {name}, which has the address"
             ));
         }
-        let interface = interface.map(|(name, _)| name);
-        told.rule = self.inbound_rule(reason, local, to.port, interface.as_deref());
+        if tunnel.is_some() {
+            told.steps.push(format!(
+                "port {} of the workload is its proxy's, for tunnels (HBONE): no rule about inbound connections applies",
+                to.port
+            ));
+        } else {
+            let interface = interface.map(|(name, _)| name);
+            told.rule = self.inbound_rule(reason, local, to.port, interface.as_deref());
+        }
         self.close(&mut told, reason, false);
         Some(told)
     }
