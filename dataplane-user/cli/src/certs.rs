@@ -33,7 +33,7 @@ pub struct CertsArgs {
     output: Format,
 
     #[command(flatten)]
-    socket: SocketArgs,
+    pub(super) socket: SocketArgs,
 }
 
 impl CertsArgs {
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn what_is_missing_or_overdue_is_said_with_its_cause() {
-        let of = |name: &str, serial: Option<&str>, overdue| {
+        let of = |name: &str, serial: Option<&str>, overdue: bool| {
             serde_json::json!({
                 "identity": format!("spiffe://cluster.local/ns/shop/sa/{name}"),
                 "serial": serial, "from": null, "to": null, "overdue": overdue,

@@ -90,6 +90,7 @@ impl Command {
             Self::Services(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Explain(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Policies(args) => args.socket.fill_from(file),
+            Self::Certs(args) => args.socket.fill_from(file),
             Self::Monitor(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Cleanup(args) => both(&mut args.paths, &mut args.socket, file),
             Self::Conntrack(args) => {
