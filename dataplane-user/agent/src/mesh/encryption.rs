@@ -75,6 +75,26 @@ impl Encryption {
         let identities: BTreeSet<_> = identities.collect();
         self.store.want(&identities);
     }
+
+    /// Describes certificates that are missing or overdue because the source has failed, and what is wrong with the files of
+    /// roots and of revoked certificates.
+    pub fn problems(&self) -> Vec<String> {
+        let certificates = self.store.list().into_iter().filter(|of| of.overdue);
+        let failed = certificates.filter_map(|of| {
+            let (effect, cause) = match &of.serial {
+                Some(_) => ("should have been renewed", of.failed?.cause),
+                None => (
+                    "is missing, so connections that need it fail",
+                    of.failed?.cause,
+                ),
+            };
+            Some(format!(
+                "the certificate of {} {effect}: {cause}",
+                of.identity
+            ))
+        });
+        failed.chain(self.store.problems()).collect()
+    }
 }
 
 impl Drop for Encryption {

@@ -102,6 +102,9 @@ impl Mesh {
             left_out: self.name_limits(snapshot, &members),
             ..Draft::default()
         };
+        if let Some(encryption) = &self.encryption {
+            draft.left_out.extend(encryption.problems());
+        }
         let mut placed = self.place(&view, &of_node, held, &mut draft);
         let guard = self.decide_guard(&view, &placed.sought, held, &mut draft);
         self.open_sockets(kernel, &view, &placed, &mut draft);

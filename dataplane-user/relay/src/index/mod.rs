@@ -344,4 +344,44 @@ mod tests {
         let index = index.updated(Snapshot::default());
         assert_eq!(client(&index, "fd00:1::9"), client(&index, "fd00:1::a"));
     }
+
+    /// An address that a pod which speaks HBONE shares with another one is not reached in plaintext.
+    #[test]
+    fn an_address_is_reached_through_a_tunnel_if_its_only_workload_speaks_hbone() {
+        let pod = |name: &str, addr: &str, speaks_hbone| {
+            let name = WorkloadName::new("default", name);
+            Arc::new(Workload {
+                addresses: [addr.parse().unwrap()].into_iter().collect(),
+                speaks_hbone,
+                ..Workload::new(name, Place::Elsewhere)
+            })
+        };
+        let mut index = Index::default();
+        for (pods, wanted) in [
+            (vec![], "Plain"),
+            (vec![pod("a", "10.0.0.1", false)], "Plain"),
+            (vec![pod("a", "10.0.0.2", true)], "Plain"),
+            (vec![pod("a", "10.0.0.1", true)], "Tunnel"),
+            (
+                vec![pod("a", "10.0.0.1", true), pod("b", "10.0.0.1", false)],
+                "Unclear",
+            ),
+            (
+                vec![pod("a", "10.0.0.1", true), pod("b", "10.0.0.1", true)],
+                "Unclear",
+            ),
+            (
+                vec![pod("a", "10.0.0.1", false), pod("b", "10.0.0.1", false)],
+                "Plain",
+            ),
+        ] {
+            let named = pods.iter().map(|pod| (pod.name.clone(), Arc::clone(pod)));
+            index = index.updated(Snapshot {
+                workloads: named.collect(),
+                ..Snapshot::default()
+            });
+            let way = format!("{:?}", index.way("10.0.0.1".parse().unwrap()));
+            assert!(way.starts_with(wanted), "{pods:?}: {way}");
+        }
+    }
 }

@@ -49,6 +49,8 @@ impl Arrive {
         if let Err(refusal) = session.route(&index) {
             session.end(refusal.flag);
             return Err(match refusal.flag {
+                // Policies that have not been read yet may allow it.
+                Flag::Denied if refusal.is_unknown => Refusal::Unavailable,
                 Flag::Denied => Refusal::Denied,
                 Flag::Recursive => Refusal::BadRequest,
                 _ => Refusal::Unavailable,
