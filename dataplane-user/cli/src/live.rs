@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use agent::Input;
-use model::Snapshot;
+use model::{Istio, Snapshot};
 use settings::Node;
 use source::{Notice, Source};
 use threads::Deaths;
@@ -72,7 +72,7 @@ impl Services {
     pub async fn first(&mut self) -> Snapshot {
         loop {
             if self.input.is_known() {
-                return self.input.snapshot().clone();
+                return self.snapshot();
             }
             self.next().await;
         }
@@ -100,8 +100,17 @@ impl Services {
         self.input.health().is_behind(admin::now())
     }
 
+    /// The snapshot without Istio's policies: manifests have them, but only the agent knows the root namespace and the
+    /// labels of workloads by which they count.
+    fn snapshot(&self) -> Snapshot {
+        Snapshot {
+            istio: Istio::default(),
+            ..self.input.snapshot().clone()
+        }
+    }
+
     fn take(&mut self) -> Option<Snapshot> {
         self.input.take()?;
-        Some(self.input.snapshot().clone())
+        Some(self.snapshot())
     }
 }
