@@ -171,11 +171,17 @@ impl MeshIdentity {
         self.trust_domain.as_deref().unwrap_or("cluster.local")
     }
 
-    /// Returns keys with their faults: values that the types allow and that cannot work.
-    pub(super) fn faults(&self, faults: &mut Vec<(String, String)>) {
+    /// Returns keys with their faults: values that the types allow and that cannot work. `is_foreign`: whether the proxy is not
+    /// the agent's.
+    pub(super) fn faults(&self, is_foreign: bool, faults: &mut Vec<(String, String)>) {
         let mut fault = |key: &str, text: String| {
             faults.push((format!("mesh.identity{key}"), text));
         };
+        if is_foreign {
+            let text =
+                "has no effect: mesh.proxy.uid names another proxy; remove one of the two keys";
+            fault("", text.into());
+        }
         let is_domain = |domain: &str| Identity::new(domain, "a", "b").is_ok();
         if !is_domain(self.trust_domain()) {
             let text = "expected a trust domain, such as cluster.local";

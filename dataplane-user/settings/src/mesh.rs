@@ -340,12 +340,7 @@ impl Mesh {
         let mut faults = Vec::new();
         self.probes.faults(&mut faults);
         if let Some(identity) = &self.identity {
-            identity.faults(&mut faults);
-            if self.proxy.uid.is_some() {
-                let text =
-                    "has no effect: mesh.proxy.uid names another proxy; remove one of the two keys";
-                faults.push(("mesh.identity".into(), text.into()));
-            }
+            identity.faults(self.proxy.uid.is_some(), &mut faults);
         }
         self.rules.faults("mesh.rules", &mut faults);
         self.enforced.faults("mesh.enforced", &mut faults);
