@@ -3,6 +3,7 @@
 mod faults;
 mod fixture;
 mod floods;
+mod measure;
 mod pooling;
 mod raw;
 mod streams;
