@@ -236,7 +236,7 @@ struct Copy<'a> {
     share: Share,
     /// Since when the socket takes nothing.
     blocked: Option<Instant>,
-    /// Runs only while streams hold much.
+    /// Runs while the socket takes nothing.
     timer: Option<Pin<Box<Sleep>>>,
 }
 
@@ -436,9 +436,7 @@ impl Copy<'_> {
     fn wait(&mut self, cx: &mut Context<'_>) -> Step {
         let held = self.recv.flow_control().used_capacity() - self.unreleased;
         self.share.set(held);
-        if !self.share.all.is_much() {
-            return Poll::Pending;
-        }
+        // Also while streams hold little: those that stalled first hold the most later.
         let since = *self.blocked.get_or_insert_with(Instant::now);
         loop {
             if since.elapsed() >= STALLED && self.share.all.ends(held) {

@@ -269,7 +269,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Guard<T> {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.written(cx, |inner, cx| inner.poll_flush(cx))
+        self.written(cx, AsyncWrite::poll_flush)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

@@ -434,8 +434,8 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
         let sent = respond.send_response(answer(StatusCode::OK), false);
         drop(respond);
         let ended = if let Ok(send) = sent {
-            let held = Arc::clone(&self.served.core.held);
-            let stream = Stream::new(send, recv, held, self.lease);
+            let all_held = Arc::clone(&self.served.core.held);
+            let stream = Stream::new(send, recv, all_held, self.lease);
             stream.copy(accepted.socket, &accepted.flow).await
         } else {
             self.note_given_up();

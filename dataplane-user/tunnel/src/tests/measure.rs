@@ -43,9 +43,10 @@ fn measure() {
         println!("connection with a round trip: {:?}", began.elapsed() / 2000);
         let (mut from, _) = mesh.open(at).await;
         let mut to_read = accepted.recv().await.unwrap();
+        let piece = vec![1; 256 << 10];
         let writer = tokio::spawn(async move {
             for _ in 0..PIECES {
-                from.write_all(&[1; 256 << 10]).await.unwrap();
+                from.write_all(&piece).await.unwrap();
             }
         });
         let (mut bytes, all) = (vec![0; 1 << 20], PIECES * (256 << 10));
