@@ -30,10 +30,10 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
-use super::tunnel::Lease;
+use super::{FRAME, tunnel::Lease};
 
-/// The most that is read from a socket at a time, and that waits in the library for the tunnel's socket.
-pub const LARGE: usize = 256 << 10;
+/// The most that is read from a socket at a time, and that waits in the library for the tunnel's socket: whole frames.
+pub const LARGE: usize = 4 * FRAME as usize;
 /// The most that is read at a time from a socket that has not shown yet that it has more.
 const SMALL: usize = 16 << 10;
 /// Reads up to this size are copied, so that a few bytes do not keep the shared buffer alive.
@@ -49,8 +49,11 @@ const NARROW: usize = 128 << 10;
 /// How long a socket takes nothing before its stream may be ended, if streams hold too much.
 const STALLED: Duration = Duration::from_secs(1);
 
+/// Buffers of a thread. The parts of one are in use while the next one is filled.
+const BUFFERS: usize = 4;
+
 thread_local! {
-    static BUFFER: RefCell<BytesMut> = RefCell::default();
+    static SHARED: RefCell<VecDeque<BytesMut>> = RefCell::default();
 }
 
 /// Bytes that all streams of the process hold for sockets that do not keep up.
@@ -253,7 +256,7 @@ struct Copy<'a> {
     share: Share,
     /// Since when the socket takes nothing.
     blocked: Option<Instant>,
-    /// Runs only while streams hold much.
+    /// Runs while the socket takes nothing.
     timer: Option<Pin<Box<Sleep>>>,
 }
 
@@ -453,9 +456,7 @@ impl Copy<'_> {
     fn wait(&mut self, cx: &mut Context<'_>) -> Step {
         let held = self.recv.flow_control().used_capacity() - self.unreleased;
         self.share.set(held);
-        if !self.share.all.is_much() {
-            return Poll::Pending;
-        }
+        // Also while streams hold little: those that stalled first hold the most later.
         let since = *self.blocked.get_or_insert_with(Instant::now);
         loop {
             if since.elapsed() >= STALLED && self.share.all.ends(held) {
@@ -470,11 +471,17 @@ impl Copy<'_> {
 
 /// Reads at most `most` bytes; none: the peer has sent its last byte.
 fn read(socket: &TcpStream, most: usize) -> io::Result<Bytes> {
-    BUFFER.with_borrow_mut(|buffer| {
-        // Takes the old memory again if nobody has a part of it.
-        if buffer.capacity() < most.max(SMALL) {
-            buffer.reserve(LARGE);
-        }
+    SHARED.with_borrow_mut(|buffers| {
+        // Memory can be taken again if nobody has a part of it.
+        let has_space =
+            |buffer: &mut BytesMut| buffer.capacity() >= most || buffer.try_reclaim(LARGE);
+        let place = buffers.iter_mut().position(has_space);
+        let place = place.unwrap_or_else(|| {
+            buffers.truncate(BUFFERS - 1);
+            buffers.push_front(BytesMut::with_capacity(LARGE));
+            0
+        });
+        let buffer = &mut buffers[place];
         let count = socket.try_read_buf(&mut (&mut *buffer).limit(most))?;
         if count < most && count > 0 {
             // Saves a read that would find nothing: the kernel reports what comes from now on.

@@ -112,6 +112,14 @@ pub enum Error {
         /// Which frames.
         what: &'static str,
     },
+    /// The peer has as many tunnels to one workload as it may.
+    #[error("{to} has {most} tunnels to this workload; a further one was refused")]
+    TooMany {
+        /// The peer.
+        to: SocketAddr,
+        /// As many as it may have.
+        most: usize,
+    },
     /// The peer does not answer PING.
     #[error("{to} does not answer PING; its tunnel was cut")]
     Silent {

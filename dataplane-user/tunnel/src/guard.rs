@@ -117,6 +117,8 @@ pub struct Guard<T> {
     is_first: bool,
     /// How much of the header was read.
     read: usize,
+    /// The error of a write.
+    failed: Option<(io::ErrorKind, String)>,
 }
 
 impl<T> Guard<T> {
@@ -131,6 +133,7 @@ impl<T> Guard<T> {
             header: [0; HEADER],
             is_first: true,
             read: 0,
+            failed: None,
         }
     }
 
@@ -186,14 +189,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for Guard<T> {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
-        let read = ready!(Pin::new(&mut self.inner).poll_read(cx, buffer));
-        if let Err(error) = &read {
-            let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
-            if let Some(rustls::Error::AlertReceived(alert)) = inner {
-                let _ = self.seen.alert.set(*alert);
-            }
-        }
-        read?;
+        ready!(self.read(cx, buffer))?;
         let bytes = &buffer.filled()[before..];
         self.seen
             .bytes
@@ -205,13 +201,54 @@ impl<T: AsyncRead + Unpin> AsyncRead for Guard<T> {
     }
 }
 
-impl<T: AsyncWrite + Unpin> AsyncWrite for Guard<T> {
+impl<T: AsyncRead + Unpin> Guard<T> {
+    /// Reads, and notes the alert.
+    fn read(&mut self, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let read = Pin::new(&mut self.inner).poll_read(cx, buffer);
+        if let Poll::Ready(Err(error)) = &read {
+            let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+            if let Some(rustls::Error::AlertReceived(alert)) = inner {
+                let _ = self.seen.alert.set(*alert);
+            }
+        }
+        read
+    }
+
+    /// Passes on what a write returned. If that failed, first reads what the peer sent before it closed its socket, which
+    /// may be the alert that says why. The socket is broken, so that this ends.
+    fn written<R>(
+        &mut self,
+        cx: &mut Context<'_>,
+        write: impl FnOnce(Pin<&mut T>, &mut Context<'_>) -> Poll<io::Result<R>>,
+    ) -> Poll<io::Result<R>> {
+        if self.failed.is_none() {
+            match ready!(write(Pin::new(&mut self.inner), cx)) {
+                Ok(result) => return Poll::Ready(Ok(result)),
+                Err(error) => self.failed = Some((error.kind(), error.to_string())),
+            }
+        }
+        let mut scratch = [0; 256];
+        loop {
+            let mut buffer = ReadBuf::new(&mut scratch);
+            let read = ready!(self.read(cx, &mut buffer));
+            let count = buffer.filled().len() as u64;
+            self.seen.bytes.fetch_add(count, Ordering::Relaxed);
+            if read.is_err() || count == 0 {
+                let failed = self.failed.clone();
+                let (kind, text) = failed.unwrap_or((io::ErrorKind::BrokenPipe, String::new()));
+                return Poll::Ready(Err(io::Error::new(kind, text)));
+            }
+        }
+    }
+}
+
+impl<T: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Guard<T> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let written = ready!(Pin::new(&mut self.inner).poll_write(cx, bytes))?;
+        let written = ready!(self.written(cx, |inner, cx| inner.poll_write(cx, bytes)))?;
         self.pass(written);
         Poll::Ready(Ok(written))
     }
@@ -221,7 +258,8 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Guard<T> {
         cx: &mut Context<'_>,
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let written = ready!(Pin::new(&mut self.inner).poll_write_vectored(cx, bytes))?;
+        let write = |inner: Pin<&mut T>, cx: &mut Context<'_>| inner.poll_write_vectored(cx, bytes);
+        let written = ready!(self.written(cx, write))?;
         self.pass(written);
         Poll::Ready(Ok(written))
     }
@@ -231,7 +269,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Guard<T> {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.inner).poll_flush(cx)
+        self.written(cx, AsyncWrite::poll_flush)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

@@ -1,9 +1,10 @@
 //! The side that accepts: serves the tunnels of peers, and leads their streams to applications.
 
 use std::{
+    collections::{HashMap, hash_map::Entry},
     future::poll_fn,
     io,
-    net::{SocketAddr, TcpListener},
+    net::{IpAddr, SocketAddr, TcpListener},
     sync::{Arc, Mutex, PoisonError},
 };
 
@@ -17,20 +18,21 @@ use identity::Identities;
 use model::Identity;
 use relay::{Direction, socket};
 use tokio::{
+    io::BufReader,
     net::TcpStream,
-    sync::{Semaphore, watch},
+    sync::{OwnedSemaphorePermit, Semaphore, watch},
     time::{Duration, MissedTickBehavior, interval, sleep, timeout},
 };
 use tokio_rustls::TlsAcceptor;
 
 use super::{
-    Core, FRAME, HEADERS, LARGE, SMALL_FRAMES, STREAMS, TUNNEL_WINDOW, WINDOW,
-    copy::{Ended, Flow, Stream},
+    Core, FRAME, HEADERS, READ, SMALL_FRAMES, STREAMS, TUNNEL_WINDOW, WINDOW,
+    copy::{Ended, Flow, LARGE, Stream},
     error::{Error, Phase},
     guard::{Bucket, Guard, Seen},
     outbound::{other, tls_failed},
     tls::{self, Check, H2},
-    tunnel::{Entry, Lease, Pulse},
+    tunnel::{self, Lease, Pulse},
     workers::{Worker, least},
 };
 
@@ -137,6 +139,52 @@ impl Listening {
     }
 }
 
+/// How many tunnels come from each address.
+#[derive(Default)]
+struct Peers(Mutex<HashMap<IpAddr, usize>>);
+
+/// A tunnel of an address.
+struct Place {
+    peers: Arc<Peers>,
+    of: IpAddr,
+    _permit: Option<OwnedSemaphorePermit>,
+}
+
+impl Peers {
+    /// Counts a tunnel; `None` if the address has `most` of them.
+    fn admit(
+        self: &Arc<Self>,
+        of: IpAddr,
+        most: usize,
+        permit: Option<OwnedSemaphorePermit>,
+    ) -> Option<Place> {
+        let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = counts.entry(of).or_default();
+        if *count >= most {
+            return None;
+        }
+        *count += 1;
+        Some(Place {
+            peers: Arc::clone(self),
+            of,
+            _permit: permit,
+        })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let counts = self.peers.0.lock();
+        let mut counts = counts.unwrap_or_else(PoisonError::into_inner);
+        if let Entry::Occupied(mut count) = counts.entry(self.of) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
+    }
+}
+
 /// What the tunnels of a listening socket share.
 struct Served<I, A> {
     core: Arc<Core<I>>,
@@ -174,13 +222,15 @@ async fn accept<I: Identities + 'static, A: Inbound>(
     listener: &tokio::net::TcpListener,
     mut orders: watch::Receiver<Order>,
 ) {
-    let places = Arc::new(Semaphore::new(served.core.settings.tunnels));
+    let settings = &served.core.settings;
+    let (permits, peers) = (Arc::new(Semaphore::new(settings.tunnels)), Arc::default());
     loop {
         let accepted = async {
-            let place = Arc::clone(&places).acquire_owned().await;
-            (listener.accept().await, place)
+            // Fails only for a semaphore that was closed.
+            let permit = Arc::clone(&permits).acquire_owned().await.ok();
+            (listener.accept().await, permit)
         };
-        let (accepted, place) = tokio::select! {
+        let (accepted, permit) = tokio::select! {
             _ = orders.changed() => return,
             accepted = accepted => accepted,
         };
@@ -189,6 +239,13 @@ async fn accept<I: Identities + 'static, A: Inbound>(
             Ok((socket.into_std()?, socket::plain(client)))
         }) else {
             sleep(PAUSE).await;
+            continue;
+        };
+        let most = settings.tunnels_of_address;
+        let Some(place) = Peers::admit(&peers, client.ip(), most, permit) else {
+            socket::reset_on_close(&socket);
+            let error = Error::TooMany { to: client, most };
+            served.inbound.failed(client, &error);
             continue;
         };
         let (served, orders, worker) = (Arc::clone(served), orders.clone(), least(workers));
@@ -202,21 +259,22 @@ async fn accept<I: Identities + 'static, A: Inbound>(
     }
 }
 
-type Tls = tokio_rustls::server::TlsStream<TcpStream>;
+type Tls = tokio_rustls::server::TlsStream<BufReader<TcpStream>>;
 type Connection = server::Connection<Guard<Tls>, Bytes>;
 
 async fn handshake<I: Identities + 'static, A: Inbound>(
     served: &Served<I, A>,
     socket: TcpStream,
     client: SocketAddr,
-) -> Result<(Connection, Entry), Error> {
+) -> Result<(Connection, tunnel::Entry), Error> {
     let core = &served.core;
     let own = core.identities.credential(&served.own).await?;
     let verifier = core.trust.verifier().map_err(Error::Roots)?;
     let check = Check::new(verifier, None);
     let failed = |cause: io::Error| tls_failed(client, &check, cause);
     let config = tls::server(&own, Arc::clone(&check)).map_err(|error| failed(other(error)))?;
-    let stream = TlsAcceptor::from(config)
+    let socket = BufReader::with_capacity(READ, socket);
+    let mut stream = TlsAcceptor::from(config)
         .accept(socket)
         .await
         .map_err(failed)?;
@@ -231,6 +289,7 @@ async fn handshake<I: Identities + 'static, A: Inbound>(
             cause: "it does not offer `h2` in TLS".into(),
         });
     }
+    stream.get_mut().1.set_buffer_limit(Some(LARGE));
     let seen = Arc::new(Seen::default());
     let stream = Guard::new(stream, true, Arc::clone(&seen));
     let connection = server::Builder::new()
@@ -380,8 +439,8 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
         let sent = respond.send_response(answer(StatusCode::OK), false);
         drop(respond);
         let ended = if let Ok(send) = sent {
-            let held = Arc::clone(&self.served.core.held);
-            let stream = Stream::new(send, recv, held, self.lease);
+            let all_held = Arc::clone(&self.served.core.held);
+            let stream = Stream::new(send, recv, all_held, self.lease);
             stream.copy(accepted.socket, &accepted.flow).await
         } else {
             self.note_given_up();

@@ -36,7 +36,7 @@ pub use tls::provider;
 pub use tunnel::Tunnel;
 
 use self::{
-    copy::{Held, LARGE, WINDOW},
+    copy::{Held, WINDOW},
     pool::Pool,
     tls::Trust,
     tunnel::Registry,
@@ -59,6 +59,8 @@ pub struct Settings {
     pub streams: usize,
     /// Tunnels of a listening socket, at most. Further ones wait to be accepted.
     pub tunnels: usize,
+    /// Tunnels of a listening socket that come from one address, at most. Further ones are refused.
+    pub tunnels_of_address: usize,
     /// The time without a stream after which a tunnel ends.
     pub idle: Duration,
     /// The time without a byte after which PING is sent.
@@ -77,6 +79,7 @@ impl Default for Settings {
             handshake: Duration::from_secs(10),
             streams: 100,
             tunnels: 4096,
+            tunnels_of_address: 256,
             idle: Duration::from_mins(5),
             ping: Duration::from_secs(10),
             pong: Duration::from_secs(20),
@@ -89,8 +92,11 @@ impl Default for Settings {
 const STREAMS: u32 = 256;
 /// The window of a tunnel: that of all its streams, so that streams whose readers stall take nothing from others.
 const TUNNEL_WINDOW: u32 = WINDOW * STREAMS;
-/// The largest frame: what one record of TLS carries, and a little more would take two.
-const FRAME: u32 = 16 << 10;
+/// The largest frame: with its header it fills four records of TLS. Larger ones would make other streams wait longer.
+const FRAME: u32 = (64 << 10) - 9;
+/// What is read from a tunnel's socket at a time; TLS alone asks for 4 KiB. The memory is only used as far as it was
+/// needed.
+const READ: usize = 64 << 10;
 /// The headers of a request, at most.
 const HEADERS: u32 = 16 << 10;
 /// What the library may spend on keeping small frames that were not read.

@@ -9,12 +9,16 @@ use std::{
 };
 
 use bytes::Bytes;
-use h2::client::{self, SendRequest};
+use h2::{
+    Reason,
+    client::{self, SendRequest},
+};
 use http::{HeaderValue, Method, StatusCode, Uri, Version};
 use identity::{Identities, IdentityError};
 use relay::Direction;
 use rustls::pki_types::ServerName;
 use tokio::{
+    io::BufReader,
     net::TcpStream,
     sync::watch,
     time::{Instant, MissedTickBehavior, interval, timeout_at},
@@ -22,8 +26,8 @@ use tokio::{
 use tokio_rustls::TlsConnector;
 
 use super::{
-    Core, FRAME, HEADERS, LARGE, SMALL_FRAMES, STREAMS, TUNNEL_WINDOW, WINDOW,
-    copy::Stream,
+    Core, FRAME, HEADERS, READ, SMALL_FRAMES, STREAMS, TUNNEL_WINDOW, WINDOW,
+    copy::{LARGE, Stream},
     error::{Error, Phase},
     guard::{Guard, Seen},
     pool::{Found, Key, Pool, Pooled, Progress},
@@ -111,7 +115,7 @@ impl<I: Identities + 'static> Outbound<I> {
                 self.pool().remove(&connect.key, &tunnel);
             }
             tries -= 1;
-            let is_refused = failed.reason() == Some(h2::Reason::REFUSED_STREAM);
+            let is_refused = failed.reason() == Some(Reason::REFUSED_STREAM);
             if tries > 0 && (is_gone && !is_new || is_refused) {
                 continue;
             }
@@ -144,7 +148,13 @@ impl<I: Identities + 'static> Outbound<I> {
             // Not later than its own deadline, which may be the same: then it says more.
             let done = timeout_at(deadline, progress.wait_for(is_done)).await;
             match done.map(|done| done.map(|progress| progress.clone())) {
-                Ok(Ok(Progress::Done(Ok(())))) => is_new = true,
+                Ok(Ok(Progress::Done(Ok(tunnel)))) => {
+                    // Another one would likely fail alike.
+                    if let Some(error) = tunnel.failure() {
+                        return Err(error.clone());
+                    }
+                    is_new = true;
+                }
                 Ok(Ok(Progress::Done(Err(error)))) => return Err(error),
                 Ok(Ok(Progress::Waiting(_)) | Err(_)) => return Err(Error::Ended { to: key.to }),
                 Err(_) => {
@@ -152,7 +162,7 @@ impl<I: Identities + 'static> Outbound<I> {
                     return Err(match waiting {
                         Progress::Waiting(phase) => Error::Timeout { to: key.to, phase },
                         Progress::Done(Err(error)) => error,
-                        Progress::Done(Ok(())) => Error::Timeout {
+                        Progress::Done(Ok(_)) => Error::Timeout {
                             to: key.to,
                             phase: Phase::Answer,
                         },
@@ -256,7 +266,8 @@ impl<I: Identities + 'static> Outbound<I> {
         let connector = TlsConnector::from(config);
         // No SNI: the name is not sent.
         let name = ServerName::IpAddress(IpAddr::V4(Ipv4Addr::UNSPECIFIED).into());
-        let stream = connector.connect(name, socket).await.map_err(tls_failed)?;
+        let socket = BufReader::with_capacity(READ, socket);
+        let mut stream = connector.connect(name, socket).await.map_err(tls_failed)?;
         let Some(Ok(proof)) = check.result().cloned() else {
             return Err(tls_failed(io::Error::other(
                 "the peer presented no certificate",
@@ -268,6 +279,7 @@ impl<I: Identities + 'static> Outbound<I> {
                 cause: "it does not offer `h2` in TLS".into(),
             });
         }
+        stream.get_mut().1.set_buffer_limit(Some(LARGE));
         let seen = Arc::new(Seen::default());
         let stream = Guard::new(stream, false, Arc::clone(&seen));
         let handshake = client::Builder::new()
@@ -308,11 +320,16 @@ impl<I: Identities + 'static> Outbound<I> {
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
-                _ = &mut connection => return,
+                ended = &mut connection => {
+                    let cause = ended.err().unwrap_or(Reason::NO_ERROR.into());
+                    tunnel.fail(tunnel.broken(cause));
+                    return;
+                }
                 () = tunnel.until_end() => return,
                 _ = tick.tick() => {
                     let (silent, idle) = pulse.tick(tunnel);
                     if silent >= settings.ping + settings.pong {
+                        tunnel.fail(Error::Silent { to: key.to });
                         return;
                     }
                     if idle >= settings.idle {
@@ -324,7 +341,8 @@ impl<I: Identities + 'static> Outbound<I> {
     }
 }
 
-type Connection = client::Connection<Guard<tokio_rustls::client::TlsStream<TcpStream>>, Bytes>;
+type Connection =
+    client::Connection<Guard<tokio_rustls::client::TlsStream<BufReader<TcpStream>>>, Bytes>;
 
 /// An error that is not the kernel's.
 pub fn other(error: rustls::Error) -> io::Error {
@@ -354,6 +372,13 @@ pub fn broken(to: SocketAddr, cause: Arc<h2::Error>, seen: &Seen) -> Error {
     }
     if let Some(alert) = seen.alert() {
         return Error::Alert { to, alert };
+    }
+    if seen.bytes() == 0 && cause.is_io() {
+        let text = format!(
+            "it closed the connection before it spoke HTTP/2, and may refuse this side's certificate: {cause}"
+        );
+        let cause = Arc::new(io::Error::other(text));
+        return Error::Tls { to, cause };
     }
     if !seen.speaks() {
         let cause = cause.to_string().into();

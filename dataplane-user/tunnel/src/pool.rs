@@ -48,7 +48,7 @@ pub enum Progress {
     /// It waits.
     Waiting(Phase),
     /// It is up, or has failed.
-    Done(Result<(), Error>),
+    Done(Result<Arc<Tunnel>, Error>),
 }
 
 /// The tunnels of one key.
@@ -115,7 +115,11 @@ impl Pool {
             return false;
         };
         group.dial = None;
-        let result = made.map(|pooled| group.tunnels.push(pooled));
+        let result = made.map(|pooled| {
+            let tunnel = Arc::clone(&pooled.tunnel);
+            group.tunnels.push(pooled);
+            tunnel
+        });
         let is_up = result.is_ok();
         if group.tunnels.is_empty() {
             groups.remove(key);

@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     net::SocketAddr,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Waker},
@@ -17,7 +17,7 @@ use model::Identity;
 use relay::Direction;
 use tokio::sync::Notify;
 
-use super::{guard::Seen, tls::Proof};
+use super::{error::Error, guard::Seen, tls::Proof};
 
 /// A tunnel that is up.
 #[derive(Debug)]
@@ -38,6 +38,7 @@ pub struct Tunnel {
     opened: AtomicU64,
     ended: AtomicBool,
     end: Notify,
+    failure: OnceLock<Error>,
 }
 
 impl Tunnel {
@@ -60,6 +61,17 @@ impl Tunnel {
     /// No stream begins any more.
     pub fn retire(&self) {
         self.ended.store(true, Ordering::Relaxed);
+    }
+
+    /// Why it broke.
+    pub fn failure(&self) -> Option<&Error> {
+        self.failure.get()
+    }
+
+    /// Notes why it broke.
+    pub fn fail(&self, error: Error) {
+        // The first one is the cause.
+        let _ = self.failure.set(error);
     }
 
     /// Whether no stream begins any more.
@@ -135,6 +147,7 @@ impl Registry {
             opened: AtomicU64::new(0),
             ended: AtomicBool::new(false),
             end: Notify::new(),
+            failure: OnceLock::new(),
         });
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.lock().insert(id, Arc::clone(&tunnel));

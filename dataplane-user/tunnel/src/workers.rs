@@ -1,15 +1,18 @@
 //! Threads, each with a runtime of its own: a tunnel and its streams stay on one thread.
 
 use std::{
+    future::poll_fn,
     io,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
     },
+    task::Poll,
     thread::{self, JoinHandle},
 };
 
-use threads::Deaths;
+use threads::{Deaths, said};
 use tokio::{
     runtime::{Builder, Handle},
     sync::watch,
@@ -33,16 +36,12 @@ pub struct Worker {
     pub number: usize,
 }
 
-/// A task of a thread.
+/// One task more or less.
 struct Task(Worker);
 
 impl Drop for Task {
     fn drop(&mut self) {
         self.0.load.fetch_sub(1, Ordering::Relaxed);
-        if thread::panicking() {
-            let name = format!("tunnel-{}", self.0.number);
-            (self.0.deaths)(&name, "one of its tasks panicked".to_owned());
-        }
     }
 }
 
@@ -50,10 +49,19 @@ impl Worker {
     /// Starts a task on this thread.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.load.fetch_add(1, Ordering::Relaxed);
-        let guard = Task(self.clone());
+        let (guard, mut task) = (Task(self.clone()), Box::pin(task));
         self.handle.spawn(async move {
-            let _guard = guard;
-            task.await;
+            let panicked = poll_fn(|cx| {
+                // A task that has panicked is not polled again.
+                match catch_unwind(AssertUnwindSafe(|| task.as_mut().poll(cx))) {
+                    Ok(step) => step.map(|()| None),
+                    Err(panic) => Poll::Ready(Some(panic)),
+                }
+            });
+            if let Some(panic) = panicked.await {
+                let name = format!("tunnel-{}", guard.0.number);
+                (guard.0.deaths)(&name, said(&panic));
+            }
         });
     }
 }

@@ -389,3 +389,9 @@ pub fn run(test: impl Future<Output = ()>) {
         limited.expect("the test ends within a minute");
     });
 }
+
+/// Bytes of memory that this process has.
+pub fn memory() -> usize {
+    let text = std::fs::read_to_string("/proc/self/statm").unwrap();
+    text.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
+}

@@ -3,6 +3,7 @@
 mod faults;
 pub mod fixture;
 mod floods;
+mod measure;
 mod pooling;
 mod raw;
 mod streams;

@@ -290,12 +290,6 @@ fn a_peer_that_does_not_answer_ping_is_given_up() {
     });
 }
 
-/// Bytes of memory that this process has.
-fn memory() -> usize {
-    let text = std::fs::read_to_string("/proc/self/statm").unwrap();
-    text.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
-}
-
 #[test]
 fn idle_streams_hold_little() {
     run(async {

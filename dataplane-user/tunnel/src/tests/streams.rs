@@ -157,12 +157,14 @@ fn a_reset_of_one_side_is_a_reset_of_the_other() {
 }
 
 #[test]
-fn a_flow_can_be_ended() {
+fn a_tunnel_that_is_ended_resets_its_streams() {
     run(async {
         let mut mesh = mesh();
         let (at, mut accepted) = application().await;
         let (mut client, mut ends) = mesh.open(at).await;
         let mut server = accepted.recv().await.unwrap();
+        server.write_all(b"hello").await.unwrap();
+        client.read_exact(&mut [0; 5]).await.unwrap();
         mesh.server.tunnels()[0].end();
         is_reset(&mut client).await;
         is_reset(&mut server).await;
