@@ -33,7 +33,7 @@ use crate::{
 pub fn ingress(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
     // A mark from the way out of another node or pod means nothing here.
-    skb.forget_sent_on();
+    skb.forget_marks();
     let vlan = skb.vlan();
     if vlan == NESTED_PRIORITY {
         count(Reason::Malformed);

@@ -9,7 +9,7 @@
 //! `endpoint_port`: cleared first, stored last, with a fence between; a reader sees a whole flow or
 //! none. A flow in a place never changes, except that its `endpoint_port` is cleared. The place stays the socket's until
 //! the socket is closed: a thread that still holds it writes into no other socket's place. If two threads send a socket's
-//! first datagrams at once, each may take a place; a thread that finds another's place then uses storage.
+//! first datagrams at once, each may take a place; a thread that finds another's place, for another VIP, then uses storage.
 
 use core::ptr::{null, read_volatile, write_volatile};
 
@@ -157,18 +157,16 @@ pub fn remember<F: Family>(call: &SockAddr<F>, new: &Peer) -> bool {
         count(Reason::PeerNotKept);
         return false;
     }
-    // Only a flow to the same endpoint matters to one that is not in places.
-    if !is_itself || ports::has(&PEER_PORTS, new.endpoint_port) {
-        sets::find::<PeerSets>(owner, |flow| {
-            note(flows, flow);
-            withdraw(flow);
-            false
-        });
-    }
+    sets::find::<PeerSets>(owner, |flow| {
+        note(flows, flow);
+        withdraw(flow);
+        false
+    });
     note(flows, new) != 0
 }
 
-/// Remembers the flow of a socket that has no place, in a place. Returns whether it is the socket's only flow.
+/// Remembers the flow of a socket that has no place, in a place. Returns whether the socket has flows to this VIP only: another
+/// thread may have one to another endpoint, whose answers are translated, too.
 #[inline(always)]
 fn keep<F: Family>(call: &SockAddr<F>, owner: u64, new: &Peer) -> bool {
     // The place of a socket that is connected elsewhere would not be freed (`peers::release`).
@@ -184,12 +182,11 @@ fn keep<F: Family>(call: &SockAddr<F>, owner: u64, new: &Peer) -> bool {
     if !sets::put::<PeerSets>(owner, new) {
         return false;
     }
-    let mut places = 0;
-    sets::find::<PeerSets>(owner, |_| {
-        places += 1;
-        false
+    let other = sets::find::<PeerSets>(owner, |flow| {
+        // SAFETY: the socket's place.
+        unsafe { (*flow).vip_port != new.vip_port || (*flow).vip != new.vip }
     });
-    places == 1
+    other.is_null()
 }
 
 /// Makes the flow in a socket's place invalid.
