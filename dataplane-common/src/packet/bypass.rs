@@ -30,10 +30,10 @@ impl Bypass {
         now.wrapping_sub(self.since) <= 1
     }
 
-    /// Whether the connection had a packet within the last 18 minutes.
+    /// Whether a connection whose last packet came at `since` had one within the last 18 minutes.
     #[inline(always)]
-    pub const fn is_live(&self, now: u32) -> bool {
-        now.wrapping_sub(self.since) < 1 << 8
+    pub const fn is_live(since: u32, now: u32) -> bool {
+        now.wrapping_sub(since) < 1 << 8
     }
 }
 

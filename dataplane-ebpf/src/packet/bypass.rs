@@ -42,31 +42,28 @@ fn now() -> u32 {
     (table::coarse_ns() >> 32) as u32
 }
 
+/// Whether the ends of a packet are in the order of its flow's key, which is the same for both directions.
+#[inline(always)]
+fn is_ordered(packet: &FlowKey) -> bool {
+    let ((a, b), (c, d)) = (packet.src.halves(), packet.dst.halves());
+    (a, b, packet.src_port.host()) <= (c, d, packet.dst_port.host())
+}
+
 /// Writes the key of a flow, the same for both directions. Returns which of the two ends sends the packet.
 #[inline(always)]
 fn write_key(s: &mut Scratch, packet: &FlowKey) -> usize {
-    let (key, sender) = ordered(packet);
-    s.bypass = key;
-    sender
-}
-
-/// Returns the key of a flow, the same for both directions, and which of its two ends sends the packet.
-#[inline(always)]
-fn ordered(packet: &FlowKey) -> (FlowKey, usize) {
-    let ((a, b), (c, d)) = (packet.src.halves(), packet.dst.halves());
-    let from = (a, b, packet.src_port.host());
-    let to = (c, d, packet.dst_port.host());
-    if from <= to {
-        return (*packet, 0);
+    if is_ordered(packet) {
+        s.bypass = *packet;
+        return 0;
     }
-    let reverse = FlowKey::new(
+    s.bypass = FlowKey::new(
         packet.dst,
         packet.dst_port,
         packet.src,
         packet.src_port,
         packet.protocol,
     );
-    (reverse, 1)
+    1
 }
 
 /// Writes the key of all flows from the packet's source, at an interface, to its destination. So no pod changes what is known of
@@ -138,11 +135,19 @@ extern "C" fn packet_is_bypass_live(key: *const FlowKey) -> u32 {
     let Some(key) = (unsafe { key.as_ref() }) else {
         return 0;
     };
+    // One copy: the stack has no room for two.
+    let (mut src, mut dst) = (&key.src, &key.dst);
+    let (mut src_port, mut dst_port) = (key.src_port, key.dst_port);
+    if !is_ordered(key) {
+        (src, dst) = (dst, src);
+        (src_port, dst_port) = (dst_port, src_port);
+    }
+    let ordered = FlowKey::new(*src, src_port, *dst, dst_port, key.protocol);
     // SAFETY: as in `look`.
     let found = BYPASS
-        .get_ptr(ordered(key).0)
-        .map(|found| unsafe { *found });
-    u32::from(found.is_some_and(|found| found.is_live(now())))
+        .get_ptr(&ordered)
+        .map(|found| unsafe { (*found).since });
+    u32::from(found.is_some_and(|since| Bypass::is_live(since, now())))
 }
 
 /// Finds the packet's way, and whether it can go by this interface.
