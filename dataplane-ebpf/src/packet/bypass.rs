@@ -164,24 +164,34 @@ fn leads(skb: Skb, s: &mut Scratch, by: u32) -> bool {
 }
 
 /// Whether the packet, which begins a flow that belongs to no service, bypasses the stack. If so, its way is known, and the rest
-/// of the flow bypasses the stack, too.
+/// of the flow bypasses the stack, too. Otherwise an earlier connection with its ends is forgotten.
 #[inline(never)]
 pub fn begins(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
     let flags = flags();
     if flags & PacketConfig::BYPASS == 0 {
         return false;
     }
+    if flags & PacketConfig::BYPASS_NEW != 0
+        && s.packet.fragment == WHOLE
+        && skb.kind() == PACKET_HOST
+        && may_begin(skb, s, tick)
+        && is_shown(skb, s)
+    {
+        return true;
+    }
     if s.packet.is_tcp() {
-        // The program on the way out forgets an earlier connection with the ends that the packet then has.
+        let key = s.packet.key;
+        write_key(s, &key);
+        let _ = BYPASS.remove(&s.bypass);
+        // The program on the way out forgets a connection with the ends that the packet then has.
         skb.watch();
     }
-    if flags & PacketConfig::BYPASS_NEW == 0
-        || s.packet.fragment != WHOLE
-        || skb.kind() != PACKET_HOST
-        || !may_begin(skb, s, tick)
-    {
-        return false;
-    }
+    false
+}
+
+/// Whether an earlier packet has shown that flows like this one leave the stack unchanged. If none has, this one is to show it.
+#[inline(always)]
+fn is_shown(skb: Skb, s: &mut Scratch) -> bool {
     let arrives = skb.ifindex();
     let now = now();
     write_key_of_port(s, arrives);
