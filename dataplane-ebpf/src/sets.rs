@@ -2,13 +2,16 @@
 //! hash, a lock or an allocation.
 //!
 //! A caller that looks for a place or frees it has the socket's lock, or is the last owner of the socket. So only
-//! taking a free place is a race, with other sockets.
+//! taking a free place is a race, with other sockets. Places of a [`flow_owner`] need no lock: [`put`] writes the record
+//! before it names the owner, and [`free_all`] frees them when the socket has no other user.
 
 use core::ptr::{null_mut, read_volatile, write_volatile};
 
 use dataplane_common::{
     capture::{Meter, MeterSets},
-    tables::{Owners, Peer, PeerSets, SOCKET_SETS, SOCKET_WAYS, SocketSet},
+    tables::{
+        BEING_WRITTEN, Owners, Peer, PeerSets, SOCKET_SETS, SOCKET_WAYS, SocketSet, flow_owner,
+    },
 };
 
 use crate::{
@@ -71,8 +74,9 @@ impl Sets for MeterSets {
 }
 
 /// The places that a socket may have: of each way, the owner and the record. `None` if there is no such element.
+/// (Computed one after the other: the stack has no room for all of them.)
 #[inline(always)]
-fn ways<S: Sets>(cookie: u64) -> Option<[(*mut u64, *mut S::Record); SOCKET_WAYS]> {
+fn ways<S: Sets>(cookie: u64) -> Option<impl Iterator<Item = (*mut u64, *mut S::Record)>> {
     let at = SocketSet::of(cookie);
     let element = S::element(at.element);
     if element.is_null() {
@@ -87,26 +91,59 @@ fn ways<S: Sets>(cookie: u64) -> Option<[(*mut u64, *mut S::Record); SOCKET_WAYS
     };
     // SAFETY: as above.
     Some(
-        [0, 1, 2, 3]
-            .map(|way| unsafe { (owners.add(way * SOCKET_SETS), places.add(way * SOCKET_SETS)) }),
+        (0..SOCKET_WAYS).map(move |way| unsafe {
+            (owners.add(way * SOCKET_SETS), places.add(way * SOCKET_SETS))
+        }),
     )
 }
-
-const _: () = assert!(SOCKET_WAYS == 4);
 
 /// The place of a socket, or null.
 #[inline(always)]
 pub fn place_of<S: Sets>(cookie: u64) -> *mut S::Record {
-    let Some(ways) = ways::<S>(cookie) else {
+    find::<S>(cookie, |_| true)
+}
+
+/// The first of the owner's places whose record fits, or null.
+#[inline(always)]
+pub fn find<S: Sets>(owner: u64, mut fits: impl FnMut(*mut S::Record) -> bool) -> *mut S::Record {
+    let Some(ways) = ways::<S>(owner) else {
         return null_mut();
     };
-    for (owner, place) in ways {
+    for (word, place) in ways {
         // SAFETY: within the set.
-        if unsafe { read_volatile(owner) } == cookie {
+        let found = unsafe { read_volatile(word) };
+        // Every processor reads the owner before the record. (Compared with it, so that the compiler does not compute it
+        // from `owner` after the comparison.)
+        let nothing = atomic::nothing_of(found);
+        if found | nothing as u64 != owner {
+            continue;
+        }
+        let place = place.wrapping_byte_add(nothing);
+        if fits(place) {
             return place;
         }
     }
     null_mut()
+}
+
+/// Puts a record into a free place. Returns whether there was one. The record is there before the owner is, and the
+/// owner before anything that this program does next.
+#[inline(always)]
+pub fn put<S: Sets<Record: Copy>>(owner: u64, record: &S::Record) -> bool {
+    let Some(ways) = ways::<S>(owner) else {
+        return false;
+    };
+    for (word, place) in ways {
+        // SAFETY: within the set, aligned to eight bytes; whoever has exchanged the word writes the record alone.
+        unsafe {
+            if read_volatile(word) == 0 && atomic::compare_exchange(word, 0, BEING_WRITTEN) == 0 {
+                *place = *record;
+                atomic::compare_exchange(word, BEING_WRITTEN, owner);
+                return true;
+            }
+        }
+    }
+    false
 }
 
 /// A free place for a socket that has none, or null.
@@ -142,4 +179,21 @@ pub fn free_place<S: Sets>(cookie: u64) -> bool {
         }
     }
     false
+}
+
+/// Frees all places of a socket that has no other user, under both its owners.
+#[inline(always)]
+pub fn free_all<S: Sets>(cookie: u64) {
+    let Some(ways) = ways::<S>(cookie) else {
+        return;
+    };
+    for (word, _) in ways {
+        // SAFETY: within the set.
+        unsafe {
+            let owner = read_volatile(word);
+            if owner == cookie || owner == flow_owner(cookie) {
+                write_volatile(word, 0);
+            }
+        }
+    }
 }

@@ -213,7 +213,7 @@ const KNOTS: [(&str, usize); 6] = [
     ("dataplane-common", 2),
     ("dataplane-ebpf", 5),
     ("dataplane-user/kernel", 66),
-    ("dataplane-user/source", 13),
+    ("dataplane-user/source", 11),
     ("proof", 2),
 ];
 

@@ -1,17 +1,20 @@
 //! Flows that belong to no service, and that packet programs send from interface to interface past the node's stack.
 
-use super::Tick;
+use crate::Port;
 
 layout! {
-    /// What is known of packets between two ends, by the key of a flow ([`key`]), or of all flows to a port (source port 0).
+    /// What is known of packets between two ends, by the key of a flow; or of all flows from a source, at an interface, to an
+    /// address and port (source port 0).
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Bypass {
         /// The interfaces of a flow's two ends, in the order of its key. For all flows to a port: the interface at which packets
-        /// arrive, and the one by which they have left the stack unchanged; 0: none has left yet.
+        /// arrive, and the one by which a packet has left the stack unchanged; 0: none has left yet.
         pub interfaces: [u32; 2],
-        /// When it was found.
-        pub since: Tick,
+        /// When it was found, in units of 2^32 ns since boot (CLOCK_MONOTONIC); for a connection, when it had its last packet.
+        pub since: u32,
+        /// For all flows to a port: the source port of the packet that shows the way.
+        pub shown_by: Port,
         /// Zero.
         pub reserved: u16,
     }
@@ -21,11 +24,17 @@ layout! {
 pub const BYPASSES: u32 = 32_768;
 
 impl Bypass {
-    /// Whether it was found in this tick or the one before, at most 8.6 s ago.
+    /// Whether it was found in this unit of time or the one before, at most 8.6 s ago.
     #[inline(always)]
-    pub const fn is_recent(&self, now: Tick) -> bool {
-        self.since.ticks_before(now) <= 1
+    pub const fn is_recent(&self, now: u32) -> bool {
+        now.wrapping_sub(self.since) <= 1
+    }
+
+    /// Whether a connection whose last packet came at `since` had one within the last 18 minutes.
+    #[inline(always)]
+    pub const fn is_live(since: u32, now: u32) -> bool {
+        now.wrapping_sub(since) < 1 << 8
     }
 }
 
-const _: () = assert!(size_of::<Bypass>() == 12);
+const _: () = assert!(size_of::<Bypass>() == 16);

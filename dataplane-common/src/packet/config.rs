@@ -96,6 +96,8 @@ impl PacketConfig {
     pub const BYPASS: u32 = 1 << 12;
     /// New flows bypass the stack.
     pub const BYPASS_NEW: u32 = 1 << 13;
+    /// Flows that bypass the stack go on to do so when new ones may not. (Only the agent reads it.)
+    pub const BYPASS_STAYS: u32 = 1 << 14;
     /// A program may be preempted by another on its CPU, in its middle (`PREEMPT_RT`).
     pub const PREEMPTIBLE: u32 = 1 << 15;
     /// The first port that masqueraded flows get, host byte order.

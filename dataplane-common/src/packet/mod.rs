@@ -283,11 +283,12 @@ mod tests {
             P::STACK_OUT,
             P::BYPASS,
             P::BYPASS_NEW,
+            P::BYPASS_STAYS,
             P::PREEMPTIBLE,
         ];
         assert_eq!(
             flags.map(u32::trailing_zeros),
-            [0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 15]
+            [0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15]
         );
         assert!(flags.iter().all(|flag| flag.is_power_of_two()));
         assert_eq!(P::DETECTS, 3);

@@ -6,10 +6,10 @@
 //! ENDPOINTS  array  slot        -> Endpoint          blocks of endpoints, sorted
 //! STATS      array  see StatsHeader                  connections and refusals by pool and CPU
 //! AFFINITY   hash   AffinityKey -> Affinity          the endpoint that a client used last
-//! PEERS      array  SocketSet   -> PeerSets          connected sockets' VIPs
+//! PEERS      array  SocketSet   -> PeerSets          sockets' VIPs: connected, or the only one
 //! PEER_PORTS array  port / 64   -> bits              which ports the endpoints of PEERS have had
-//! MORE_PEERS sk     socket      -> Peer              as PEERS, for sockets whose set is full
-//! FLOWS      sk     socket      -> UdpFlows          the VIPs an unconnected UDP socket talks to
+//! MORE_PEERS sk     socket      -> Peer              a connected socket's VIP, if its set of PEERS is full
+//! FLOWS      sk     socket      -> UdpFlows          an unconnected UDP socket's VIPs, if not in PEERS
 //! SIBLINGS   lru    SiblingKey  -> Sibling           as FLOWS, by port: for sockets that share one
 //! SHARED_PORTS array port / 64  -> bits              which local ports SIBLINGS has had
 //! REASONS    percpu Reason      -> u64               verdicts by reason
@@ -27,8 +27,8 @@
 mod sockets;
 
 pub use sockets::{
-    Owners, PEER_PORTS, Peer, PeerSets, SIBLINGS, SOCKET_ELEMENTS, SOCKET_SETS, SOCKET_WAYS,
-    Sibling, SiblingKey, SocketSet, UDP_FLOWS, UdpFlows,
+    BEING_WRITTEN, Owners, PEER_PORTS, Peer, PeerSets, SIBLINGS, SOCKET_ELEMENTS, SOCKET_SETS,
+    SOCKET_WAYS, Sibling, SiblingKey, SocketSet, UDP_FLOWS, UdpFlows, flow_owner, is_flow_owner,
 };
 
 use crate::{Addr, Port, Protocol};
@@ -526,7 +526,17 @@ mod tests {
             (0x0123_4567_89ab_cdef, 0xde, 0xf),
         ] {
             assert_eq!(SocketSet::of(cookie), SocketSet { element, set });
+            assert_eq!(SocketSet::of(flow_owner(cookie)), SocketSet::of(cookie));
         }
         assert_eq!(PEER_PORTS, 1024);
+    }
+
+    #[test]
+    fn owners_of_one_socket_are_told_apart() {
+        for cookie in [1, 0x1000, u64::MAX >> 2, u64::MAX, u64::MAX - 0x1000] {
+            assert!(!is_flow_owner(cookie), "{cookie:x}");
+            assert!(is_flow_owner(flow_owner(cookie)), "{cookie:x}");
+        }
+        assert!(!is_flow_owner(0) && is_flow_owner(BEING_WRITTEN));
     }
 }

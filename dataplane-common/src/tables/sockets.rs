@@ -4,13 +4,13 @@ use super::Endpoint;
 use crate::{Addr, Port, Protocol};
 
 layout! {
-    /// The VIP that a connected socket was connected to.
+    /// The VIP that a connected socket was connected to, or that an unconnected UDP socket sends to.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Peer {
         /// The VIP.
         pub vip: Addr,
-        /// The endpoint chosen for it: the peer that the kernel knows.
+        /// The endpoint chosen for it: of a connected socket, the peer that the kernel knows.
         pub endpoint: Addr,
         /// The VIP's port.
         pub vip_port: Port,
@@ -30,9 +30,28 @@ pub const SOCKET_SETS: usize = 16;
 /// How many sockets there are in a set.
 pub const SOCKET_WAYS: usize = 4;
 
-/// The owners of an element's places, the first ones of all sets, then the second: socket cookies; 0 for a free place.
-/// A program takes a place by an atomic exchange, and from then on only its socket uses it.
+/// The owners of an element's places, the first ones of all sets, then the second: socket cookies, or [`flow_owner`] of
+/// one; 0 for a free place. A program takes a place by an atomic exchange, and from then on only its socket uses it.
 pub type Owners = [[u64; SOCKET_SETS]; SOCKET_WAYS];
+
+/// The bit that tells a socket's two owners apart.
+const FLOW: u64 = 1 << 63;
+
+/// The owner of a place that a socket has for what it sends without being connected. It is in the set of the socket's
+/// cookie.
+#[inline(always)]
+pub const fn flow_owner(cookie: u64) -> u64 {
+    cookie ^ FLOW
+}
+
+/// Whether an owner is a [`flow_owner`]. The two highest bits of a cookie are equal: the kernel counts cookies up from
+/// 1, and those that it gives in an interrupt down from 2⁶⁴ - 1 (`include/linux/cookie.h`).
+pub const fn is_flow_owner(owner: u64) -> bool {
+    (owner ^ owner << 1) & FLOW != 0
+}
+
+/// The owner of a place whose record is being written: of no socket.
+pub const BEING_WRITTEN: u64 = flow_owner(0);
 
 /// The set of a socket in a table of sockets. A socket has a few places in it and is found without a hash, a lock or an
 /// allocation.
@@ -63,7 +82,9 @@ impl SocketSet {
 pub const PEER_PORTS: u32 = 65_536 / 64;
 
 layout! {
-    /// Sockets and the VIPs that they were connected to.
+    /// Sockets and their VIPs: a connected socket's VIP, and under [`flow_owner`] the VIP of an unconnected UDP socket
+    /// that sends to this VIP only. Nothing changes a record of the second kind while it has its owner, except that its
+    /// `endpoint_port` becomes 0 if it is no longer valid.
     #[repr(C, align(8))]
     #[derive(Clone, Copy, Debug)]
     pub struct PeerSets {
@@ -78,7 +99,8 @@ layout! {
 pub const UDP_FLOWS: usize = 16;
 
 layout! {
-    /// The VIPs that an unconnected UDP socket talks to, the newest written over the oldest.
+    /// The VIPs that an unconnected UDP socket talks to, the newest written over the oldest, if the socket talks to
+    /// several or its set of [`PeerSets`] was full.
     ///
     /// They are in the socket's own storage and live exactly as long as the socket: no shared LRU, in which busy
     /// sockets would evict quiet ones.

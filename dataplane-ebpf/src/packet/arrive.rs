@@ -33,7 +33,7 @@ use crate::{
 pub fn ingress(ctx: &TcContext) -> i32 {
     let skb = Skb(ctx.as_ptr().cast());
     // A mark from the way out of another node or pod means nothing here.
-    skb.forget_sent_on();
+    skb.forget_marks();
     let vlan = skb.vlan();
     if vlan == NESTED_PRIORITY {
         count(Reason::Malformed);
@@ -101,7 +101,12 @@ fn read(skb: Skb, s: &mut Scratch) -> i32 {
         return bypass::send(skb, s);
     }
     s.may_bypass = 0;
+    s.flow.entered = 0;
     let action = arrived(skb, s, now);
+    if s.flow.entered != 0 {
+        // Here, where the stack has room.
+        bypass::forget_for_service(s);
+    }
     match deliver::conclude(skb, s, action, false) {
         Action::LeaveAlone if s.may_bypass != 0 && bypass::begins(skb, s, now) => {
             bypass::send(skb, s)

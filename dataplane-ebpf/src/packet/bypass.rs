@@ -1,30 +1,33 @@
 //! Flows that belong to no service, such as connections between pods: from interface to interface, past the node's stack and so
 //! past the kernel's conntrack.
 //!
-//! The agent allows this where it has found nothing in the stack that must see packets
-//! ([`PacketConfig::BYPASS_NEW`](dataplane_common::packet::PacketConfig::BYPASS_NEW)). Rules of NAT may be there all the same: a
-//! network plug-in masquerades what leaves the cluster. So the stack itself shows whether they apply: the program on the way in
-//! marks the first packet to an address and port, and the program on the way out notes if the packet leaves with the same
-//! addresses and ports. Then the rest of its flow bypasses the stack, and for the next 4 to 8 seconds so do other flows from this
-//! source to this address and port, between the same two interfaces. Then the next flow shows it again.
+//! The agent allows this where it has found nothing in the stack that must see packets ([`PacketConfig::BYPASS_NEW`]). Rules of
+//! NAT may be there all the same: a network plug-in masquerades what leaves the cluster. So the stack itself shows whether they
+//! apply: the program on the way in marks the first packet to an address and port, and the program on the way out notes if the
+//! packet leaves with the same addresses and ports. Then the rest of its flow bypasses the stack, and for the next 4 to 8 seconds
+//! so do other flows from this source to this address and port, between the same two interfaces. Then the next flow shows it again.
 //!
 //! A TCP connection stays on its path until its ends begin another one from the same ports. Datagrams are decided about anew
 //! when the tick after the next begins. A packet that arrives at another interface, or whose route leads to another one than
 //! before, or that needs an error or fragments, goes through the stack.
+//!
+//! If the table forgets a connection, the kernel's conntrack takes it up in its middle, and asks the rules of NAT about the
+//! direction of the packet that comes first. So a connection from another host bypasses the stack only if the host is a pod by the
+//! node's configuration: rules that masquerade what pods send to others would apply to its answers.
 
 use aya_ebpf::bindings::BPF_FIB_LKUP_RET_SUCCESS;
 use dataplane_common::{
     Port,
-    packet::{Bypass, FlowKey, PacketConfig, Tick},
+    packet::{Bypass, FlowKey, PacketConfig, SourceKey, Tick},
 };
 
 use super::{
-    DROP, is_pods,
+    DROP, conntrack, is_pods,
     parse::WHOLE,
-    route,
+    reverse, route,
     scratch::Scratch,
     skb::{PACKET_HOST, Skb, difference, fold16},
-    sources, ways,
+    sources, table, ways,
 };
 use crate::tables::{BYPASS, PACKET_CONFIG};
 
@@ -33,13 +36,23 @@ fn flags() -> u32 {
     PACKET_CONFIG.get(0).map_or(0, |config| config.flags)
 }
 
+/// The time in the units of [`Bypass::since`].
+#[inline(always)]
+fn now() -> u32 {
+    (table::coarse_ns() >> 32) as u32
+}
+
+/// Whether the ends of a packet are in the order of its flow's key, which is the same for both directions.
+#[inline(always)]
+fn is_ordered(packet: &FlowKey) -> bool {
+    let ((a, b), (c, d)) = (packet.src.halves(), packet.dst.halves());
+    (a, b, packet.src_port.host()) <= (c, d, packet.dst_port.host())
+}
+
 /// Writes the key of a flow, the same for both directions. Returns which of the two ends sends the packet.
 #[inline(always)]
 fn write_key(s: &mut Scratch, packet: &FlowKey) -> usize {
-    let ((a, b), (c, d)) = (packet.src.halves(), packet.dst.halves());
-    let from = (a, b, packet.src_port.host());
-    let to = (c, d, packet.dst_port.host());
-    if from <= to {
+    if is_ordered(packet) {
         s.bypass = *packet;
         return 0;
     }
@@ -72,7 +85,7 @@ fn look(s: &Scratch) -> Option<Bypass> {
 
 /// Whether the packet belongs to a flow that bypasses the stack. If so, its way is known.
 #[inline(never)]
-pub fn is_known(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
+pub fn is_known(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
     if flags() & PacketConfig::BYPASS == 0
         || s.packet.fragment != WHOLE
         || s.packet.is_syn()
@@ -82,16 +95,59 @@ pub fn is_known(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
     }
     let key = s.packet.key;
     let from = write_key(s, &key);
-    let Some(found) = look(s) else {
+    let Some(place) = BYPASS.get_ptr_mut(&s.bypass) else {
         return false;
     };
+    // SAFETY: as in `look`.
+    let found = unsafe { &mut *place };
     let [first, second] = found.interfaces;
     let (arrives, leaves) = if from == 0 {
         (first, second)
     } else {
         (second, first)
     };
-    arrives == skb.ifindex() && (s.packet.is_tcp() || found.is_recent(now)) && leads(skb, s, leaves)
+    if arrives != skb.ifindex() {
+        return false;
+    }
+    if !s.packet.is_tcp() {
+        if !found.is_recent(now()) {
+            return false;
+        }
+    } else if found.since as u16 != tick.number() {
+        found.since = now();
+    }
+    leads(skb, s, leaves)
+}
+
+/// Whether a connection with the ends of this key, or of its reverse, has bypassed the stack lately. So a flow to a service does not
+/// take its answers.
+#[inline(always)]
+pub fn is_live(key: &FlowKey) -> bool {
+    flags() & PacketConfig::BYPASS != 0 && packet_is_bypass_live(key) != 0
+}
+
+/// [`is_live`]. With external linkage, as in `table.rs`.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn packet_is_bypass_live(key: *const FlowKey) -> u32 {
+    // SAFETY: a key, or null: the verifier sees to it where it is called.
+    let Some(key) = (unsafe { key.as_ref() }) else {
+        return 0;
+    };
+    // One copy: the stack has no room for two.
+    let (mut src, mut dst) = (&key.src, &key.dst);
+    let (mut src_port, mut dst_port) = (key.src_port, key.dst_port);
+    if !is_ordered(key) {
+        (src, dst) = (dst, src);
+        (src_port, dst_port) = (dst_port, src_port);
+    }
+    let ordered = FlowKey::new(*src, src_port, *dst, dst_port, key.protocol);
+    // SAFETY: as in `look`.
+    let found = BYPASS
+        .get_ptr(&ordered)
+        .map(|found| unsafe { (*found).since });
+    u32::from(found.is_some_and(|since| Bypass::is_live(since, now())))
 }
 
 /// Finds the packet's way, and whether it can go by this interface.
@@ -108,53 +164,130 @@ fn leads(skb: Skb, s: &mut Scratch, by: u32) -> bool {
 }
 
 /// Whether the packet, which begins a flow that belongs to no service, bypasses the stack. If so, its way is known, and the rest
-/// of the flow bypasses the stack, too.
+/// of the flow bypasses the stack, too. Otherwise an earlier connection with its ends is forgotten.
 #[inline(never)]
-pub fn begins(skb: Skb, s: &mut Scratch, now: Tick) -> bool {
-    let key = &s.packet.key;
+pub fn begins(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
     let flags = flags();
     if flags & PacketConfig::BYPASS == 0 {
         return false;
     }
-    if flags & PacketConfig::BYPASS_NEW == 0 {
-        return forget(s);
-    }
-    if s.packet.fragment != WHOLE
-        || skb.kind() != PACKET_HOST
-        || key.src_port.host() == 0
-        || !(is_pods(skb) || s.packet.is_tcp() && !sources::is_host(&key.dst))
+    if flags & PacketConfig::BYPASS_NEW != 0
+        && s.packet.fragment == WHOLE
+        && skb.kind() == PACKET_HOST
+        && may_begin(skb, s, tick)
+        && is_shown(skb, s)
     {
-        return false;
+        return true;
     }
+    if s.packet.is_tcp() {
+        let key = s.packet.key;
+        write_key(s, &key);
+        let _ = BYPASS.remove(&s.bypass);
+        // The program on the way out forgets a connection with the ends that the packet then has.
+        skb.watch();
+    }
+    false
+}
+
+/// Whether an earlier packet has shown that flows like this one leave the stack unchanged. If none has, this one is to show it.
+#[inline(always)]
+fn is_shown(skb: Skb, s: &mut Scratch) -> bool {
     let arrives = skb.ifindex();
+    let now = now();
     write_key_of_port(s, arrives);
     let known = look(s).filter(|known| known.interfaces[0] == arrives && known.is_recent(now));
     let Some(known) = known else {
         let asked = Bypass {
             interfaces: [arrives, 0],
             since: now,
+            shown_by: s.packet.key.src_port,
             reserved: 0,
         };
         let _ = BYPASS.insert(&s.bypass, &asked, 0);
         skb.watch();
-        return forget(s);
+        return false;
     };
     let leaves = known.interfaces[1];
     if leaves == 0 || !leads(skb, s, leaves) {
-        return forget(s);
+        return false;
     }
     add(s, [arrives, leaves], now)
 }
 
-/// Forgets an earlier flow with the packet's ends: this one goes through the stack. Returns `false`.
-#[inline(always)]
-fn forget(s: &mut Scratch) -> bool {
-    if s.packet.is_tcp() {
-        let key = s.packet.key;
-        write_key(s, &key);
-        let _ = BYPASS.remove(&s.bypass);
+/// Whether a flow that begins with this packet may bypass the stack: a pod's, whose source is its own; or a pod's of another node,
+/// by TCP. (Not inlined: see [`is_pods`].)
+#[inline(never)]
+fn may_begin(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
+    let key = &s.packet.key;
+    if key.src_port.host() == 0 {
+        return false;
     }
-    false
+    if !is_pods(skb) {
+        return s.packet.is_tcp()
+            && sources::contains(SourceKey::PODS, key.src)
+            && !sources::is_host(&key.dst);
+    }
+    if !s.packet.is_tcp() {
+        // A server's answers go to the ports of clients, and another flow may have the answers to this one.
+        let of_clients = PACKET_CONFIG
+            .get(0)
+            .map_or(0, |config| config.ephemeral_first);
+        if key.dst_port.host() >= of_clients {
+            return false;
+        }
+        s.bypass = FlowKey::new(key.dst, key.dst_port, key.src, key.src_port, key.protocol);
+        if conntrack::is_answer_taken(&s.bypass, tick) {
+            return false;
+        }
+    }
+    reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS)
+}
+
+/// Handles a watched packet as it leaves the stack: forgets an earlier flow with its ends. If it has the addresses and ports with
+/// which it arrived, and its source leads back to where it came from, the rest of its flow bypasses the stack.
+#[inline(never)]
+pub fn note(skb: Skb, s: &mut Scratch) {
+    let key = s.packet.key;
+    write_key(s, &key);
+    let _ = BYPASS.remove(&s.bypass);
+    let (from, by) = (skb.ingress(), skb.ifindex());
+    write_key_of_port(s, from);
+    let Some(asked) = BYPASS.get_ptr_mut(&s.bypass) else {
+        return;
+    };
+    let now = now();
+    // SAFETY: as in `look`.
+    let asked = unsafe { &mut *asked };
+    if asked.interfaces != [from, 0]
+        || asked.shown_by != s.packet.key.src_port
+        || !asked.is_recent(now)
+    {
+        return;
+    }
+    let (code, back) = route::back(skb, &s.packet, &mut s.way, from);
+    if code == BPF_FIB_LKUP_RET_SUCCESS && back == from {
+        asked.interfaces[1] = by;
+        asked.since = now;
+        add(s, [from, by], now);
+    }
+}
+
+/// Adds the packet's flow, between the interfaces at which its packets arrive and by which they leave.
+#[inline(always)]
+fn add(s: &mut Scratch, [arrives, leaves]: [u32; 2], now: u32) -> bool {
+    let key = s.packet.key;
+    let interfaces = if write_key(s, &key) == 0 {
+        [arrives, leaves]
+    } else {
+        [leaves, arrives]
+    };
+    let flow = Bypass {
+        interfaces,
+        since: now,
+        shown_by: Port::ANY,
+        reserved: 0,
+    };
+    BYPASS.insert(&s.bypass, &flow, 0).is_ok()
 }
 
 /// Forgets flows with the ends of a service's flow, which now has its packets and its answers.
@@ -168,42 +301,6 @@ pub fn forget_for_service(s: &mut Scratch) {
         write_key(s, &answers);
         let _ = BYPASS.remove(&s.bypass);
     }
-}
-
-/// Notes that a watched packet leaves the stack with its addresses and ports, if its source leads back to where it came from. The
-/// rest of its flow bypasses the stack.
-#[inline(never)]
-pub fn note(skb: Skb, s: &mut Scratch, now: Tick) {
-    let (from, by) = (skb.ingress(), skb.ifindex());
-    write_key_of_port(s, from);
-    let Some(asked) = BYPASS.get_ptr_mut(&s.bypass) else {
-        return;
-    };
-    let (code, back) = route::back(skb, &s.packet, &mut s.way, from);
-    // SAFETY: as in `look`.
-    let asked = unsafe { &mut *asked };
-    if code == BPF_FIB_LKUP_RET_SUCCESS && back == from && asked.interfaces[0] == from {
-        asked.interfaces[1] = by;
-        asked.since = now;
-        add(s, [from, by], now);
-    }
-}
-
-/// Adds the packet's flow, between the interfaces at which its packets arrive and by which they leave.
-#[inline(always)]
-fn add(s: &mut Scratch, [arrives, leaves]: [u32; 2], now: Tick) -> bool {
-    let key = s.packet.key;
-    let interfaces = if write_key(s, &key) == 0 {
-        [arrives, leaves]
-    } else {
-        [leaves, arrives]
-    };
-    let flow = Bypass {
-        interfaces,
-        since: now,
-        reserved: 0,
-    };
-    BYPASS.insert(&s.bypass, &flow, 0).is_ok()
 }
 
 /// Sends a packet on its way.

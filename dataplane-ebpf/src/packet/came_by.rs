@@ -17,6 +17,13 @@ pub fn relevant(index: u32) -> u32 {
     interface(index)
 }
 
+/// Whether packets of all flows look at the word of their cell.
+#[inline(always)]
+pub fn matters() -> bool {
+    let flags = PACKET_CONFIG.get(0).map_or(0, |config| config.flags);
+    flags & (PacketConfig::SEVERAL_UPLINKS | PacketConfig::STACK) != 0
+}
+
 /// Returns the interface by which the packets of a flow's client come; 0: a pod's.
 #[inline(always)]
 pub fn interface(index: u32) -> u32 {

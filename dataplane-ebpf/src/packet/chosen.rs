@@ -10,12 +10,12 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     packet::FlowKey,
-    tables::{Peer, PeerSets, UdpFlows},
+    tables::{Peer, PeerSets, UdpFlows, flow_owner},
 };
 
 use super::skb::Skb;
 use crate::{
-    sets::place_of,
+    sets::{find, place_of},
     socket::flows,
     tables::{FLOWS, MORE_PEERS},
 };
@@ -47,6 +47,10 @@ fn has_chosen(skb: Skb, key: &FlowKey) -> bool {
         return false;
     }
     if is_to(place_of::<PeerSets>(cookie), key) {
+        return true;
+    }
+    let kept = find::<PeerSets>(flow_owner(cookie), |flow| is_to(flow, key));
+    if !kept.is_null() {
         return true;
     }
     // SAFETY: a field of the context, checked for null before each use; the tables' elements live as long as the socket,

@@ -6,7 +6,7 @@ use dataplane_common::{
     packet::{Tick, client_ports},
 };
 
-use super::conntrack::Flow;
+use super::{bypass, conntrack::Flow};
 
 /// How many other ports are tried. All of them are taken only if the client has thousands of flows to the endpoint.
 const TRIES: u32 = 16;
@@ -28,8 +28,14 @@ extern "C" fn packet_client_port(flow: *mut Flow, now: u32) -> u32 {
     unsafe { flow.as_mut() }.map_or(0, |flow| {
         let now = Tick::from_number(now as u16);
         flow.node_port = Port::ANY;
-        u32::from(!flow.replies_taken(now) || find_another(flow, now))
+        u32::from(!is_taken(flow, now) || find_another(flow, now))
     })
+}
+
+/// Whether another live flow has the flow's replies: a service's, or one that bypasses the stack.
+#[inline(always)]
+fn is_taken(flow: &Flow, now: Tick) -> bool {
+    flow.replies_taken(now) || bypass::is_live(&flow.reply_key())
 }
 
 /// Gives the flow a port at random from the range of the client's own port, which no live flow of the client to the
@@ -42,7 +48,7 @@ fn find_another(flow: &mut Flow, now: Tick) -> bool {
         // SAFETY: the helper has no preconditions.
         let random = u64::from(unsafe { bpf_get_prandom_u32() });
         flow.node_port = Port::new(first.wrapping_add(((random * count) >> 32) as u16));
-        if flow.node_port != flow.forward.src_port && !flow.replies_taken(now) {
+        if flow.node_port != flow.forward.src_port && !is_taken(flow, now) {
             return true;
         }
     }

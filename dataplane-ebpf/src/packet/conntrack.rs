@@ -53,6 +53,8 @@ pub struct Flow {
     pub cell: u32,
     /// Its cell, if a request has led to it or begun it.
     pub request_cell: u32,
+    /// Whether it was entered just now: 1 or 0.
+    pub entered: u32,
 }
 
 impl Flow {
@@ -158,9 +160,18 @@ impl Flow {
     #[inline(never)]
     pub fn publish(&mut self, index: u32, now: Tick, first: &Segment) {
         self.request_cell = index;
-        came_by::set(index, self.came_by);
+        self.entered = 1;
         let value = self.translation(now, seen::PACKET);
+        // Packets that find the flow must find this, too, if they look at it. Otherwise the write is the last one: no exchange
+        // then waits for its cache line.
+        let matters = came_by::matters();
+        if matters {
+            came_by::set(index, self.came_by);
+        }
         table::publish(index, &self.forward, &value, first, now);
+        if !matters {
+            came_by::set(index, self.came_by);
+        }
     }
 
     /// Removes it.
@@ -182,6 +193,12 @@ impl Flow {
 #[inline(always)]
 pub fn forget_answered(key: &FlowKey, now: Tick) {
     conntrack_replies_taken(key, u32::from(now.number()));
+}
+
+/// Whether a live flow has the answers with this key.
+#[inline(always)]
+pub fn is_answer_taken(key: &FlowKey, now: Tick) -> bool {
+    conntrack_replies_taken(key, u32::from(now.number())) != 0
 }
 
 /// [`Flow::replies_taken`]. (The verifier looks at it once, and not at each of the tries to find a port.)

@@ -9,7 +9,7 @@ use dataplane_common::{
 };
 
 use super::{
-    bypass, client_port,
+    client_port,
     conntrack::{self, REQUEST},
     events, ipsec, masquerade, refuse, route,
     scratch::{EVICT, KEEP_ENDED, MASQUERADE, Scratch},
@@ -219,7 +219,6 @@ fn enter(skb: Skb, s: &mut Scratch, masquerade: bool, now: Tick) -> Reason {
         }
         if flow.lead(index, now) {
             flow.publish(index, now, &s.packet.segment);
-            bypass::forget_for_service(s);
             return reason;
         }
         table::give_back(index, &flow.forward, now);

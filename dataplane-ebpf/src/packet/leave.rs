@@ -91,7 +91,7 @@ fn leaves(skb: Skb, s: &mut Scratch, is_forwarded: bool) -> i32 {
 #[inline(always)]
 fn passes(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
     if skb.is_watched() {
-        bypass::note(skb, s, now);
+        bypass::note(skb, s);
     }
     if came_by::may_be_through() {
         // The program on the way in has taken note of it.

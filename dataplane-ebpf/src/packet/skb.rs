@@ -339,9 +339,13 @@ impl Skb {
         unsafe { write_volatile(&raw mut (*self.0).tc_index, SENT_ON) };
     }
 
-    /// Removes the mark of [`Skb::send_on`].
+    /// Removes the marks of [`Skb::send_on`] and [`Skb::watch`].
     #[inline(always)]
-    pub fn forget_sent_on(self) {
+    pub fn forget_marks(self) {
+        if self.is_watched() {
+            // SAFETY: see `len`.
+            unsafe { write_volatile(&raw mut (*self.0).tc_index, 0) };
+        }
         self.is_sent_by_us();
     }
 

@@ -1,4 +1,4 @@
-//! The VIPs that connected sockets were connected to.
+//! The VIPs that connected sockets were connected to. (Unconnected UDP sockets: [`super::flows`].)
 //!
 //! In a table of [sets](crate::sets), whose places are freed when their sockets are closed ([`release`]): nothing is
 //! evicted. The kernel does not report the end of its own sockets (`inet_release` in `net/ipv4/af_inet.c`): those of
@@ -22,7 +22,7 @@ use aya_ebpf::{
     programs::{SockAddrContext, SockContext},
 };
 use dataplane_common::{
-    Addr, Port, Reason,
+    Addr, Port, Protocol, Reason,
     tables::{Peer, PeerSets},
 };
 
@@ -30,7 +30,7 @@ use super::{Family, SockAddr, ports};
 use crate::{
     capture::tcp::CREATE,
     select::count,
-    sets::{free_place, place_of, take_place},
+    sets::{free_all, free_place, place_of, take_place},
     tables::{MORE_PEERS, PEER_PORTS},
 };
 
@@ -137,14 +137,25 @@ pub fn is_endpoint<F: Family>(call: &SockAddr<F>) -> bool {
     !kept.is_null() && unsafe { (*kept).endpoint_port == port && (*kept).endpoint == call.addr() }
 }
 
-/// Frees the place of a socket that is closed for good. (A socket that was connected elsewhere while none of our
-/// programs was attached may keep its place.)
+/// Frees the places of a socket that is closed for good. (A socket that was connected elsewhere while none of our
+/// programs was attached may keep its place, and so may one that was connected while another thread sent its first
+/// datagram.)
 #[inline(always)]
 pub fn release(ctx: &SockContext) {
-    // SAFETY: a field of the context, in network order.
-    let port = unsafe { read_volatile(&raw const (*ctx.sock).dst_port) };
+    // SAFETY: fields of the context; the port is in network order.
+    let (port, protocol) = unsafe {
+        (
+            read_volatile(&raw const (*ctx.sock).dst_port),
+            read_volatile(&raw const (*ctx.sock).protocol),
+        )
+    };
     let port = Port::from_be(port as u16);
-    if port == Port::ANY || ports::has(&PEER_PORTS, port) {
+    if port != Port::ANY && !ports::has(&PEER_PORTS, port) {
+        return;
+    }
+    if protocol == u32::from(Protocol::UDP.number()) {
+        free_all::<PeerSets>(cookie(ctx));
+    } else {
         free_place::<PeerSets>(cookie(ctx));
     }
 }

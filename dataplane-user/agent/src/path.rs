@@ -28,6 +28,8 @@ pub struct Path {
     chains: Chains,
     /// An interface with filters of other programs on the way in, at the last look.
     filtered: Option<String>,
+    /// Whether other programs are at TCX, after ours, on the way in of an interface.
+    followed: bool,
     /// Why the last look at the chains failed.
     problem: Option<String>,
     /// Whether there was a choice.
@@ -57,9 +59,10 @@ impl Path {
             // Rules that cannot be read may be policies, so the first look fails closed.
             chains: Chains {
                 because: Some("netfilter's rules, which cannot be read".to_owned()),
-                count: false,
+                bar_bypass: false,
             },
             filtered: None,
+            followed: false,
             problem: None,
             has_chosen: false,
             because: None,
@@ -105,13 +108,18 @@ impl Path {
     ///
     /// # Errors
     /// If the kernel does not return them.
-    pub fn look_at_filters(&mut self, bpffs: &FsPath) -> Result<bool, kernel::Error> {
+    pub fn look_at_filters(
+        &mut self,
+        bpffs: &FsPath,
+        interfaces: impl IntoIterator<Item = u32>,
+    ) -> Result<bool, kernel::Error> {
         if self.wanted != PacketPath::Auto {
             return Ok(false);
         }
         let filtered = kernel::ingress_of_others(bpffs)?;
-        let is_news = filtered != self.filtered;
-        self.filtered = filtered;
+        let followed = self.bypass && kernel::has_programs_after_ours(bpffs, interfaces);
+        let is_news = filtered != self.filtered || followed != self.followed;
+        (self.filtered, self.followed) = (filtered, followed);
         Ok(is_news)
     }
 
@@ -135,13 +143,16 @@ impl Path {
             }
             (self.has_chosen, self.because) = (true, because);
         }
-        Ok(if self.because.is_some() {
-            PacketConfig::STACK
-        } else if self.bypass && !self.chains.count {
-            PacketConfig::BYPASS | PacketConfig::BYPASS_NEW
-        } else {
-            0
-        })
+        let mut flags = 0;
+        if self.bypass {
+            flags |= PacketConfig::BYPASS_STAYS;
+        }
+        if self.because.is_some() {
+            flags |= PacketConfig::STACK;
+        } else if self.bypass && !self.chains.bar_bypass && !self.followed {
+            flags |= PacketConfig::BYPASS | PacketConfig::BYPASS_NEW;
+        }
+        Ok(flags)
     }
 
     /// The reason for the path through the stack, at the last choice.
@@ -174,7 +185,10 @@ mod tests {
             (PacketPath::Auto, STACK),
         ] {
             let mut path = Path::new(wanted, true, now);
-            assert_eq!(path.choose(&policies).unwrap(), flags, "{wanted:?}");
+            let stays = PacketConfig::BYPASS_STAYS;
+            let chosen = path.choose(&policies).unwrap();
+            assert_eq!(chosen & !stays, flags, "{wanted:?}");
+            assert_eq!(chosen & stays != 0, wanted == PacketPath::Auto);
             assert_eq!(path.because().is_some(), flags == STACK);
             assert_eq!(path.at() == now, wanted == PacketPath::Auto);
         }

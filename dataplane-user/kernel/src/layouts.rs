@@ -10,7 +10,7 @@ use dataplane_common::LAYOUT;
 
 use super::{
     error::{Doing, Error},
-    pins::{FLOW_MAPS, Pins, spec},
+    pins::{BYPASS_MAP, FLOW_MAPS, Pins, spec},
     sys,
 };
 
@@ -18,8 +18,11 @@ use super::{
 /// layout adopts the content of such a table. Tables in one line refer to each other, and go together. Their content
 /// must mean the same thing to every agent that adopts them: addresses, ports and places in each other, no numbers of
 /// pools or workloads, which each layout assigns anew.
-const CONNECTIONS: [(u32, &[&[&str]]); 2] =
-    [(12, &[&FLOW_MAPS, &["NODE_ADDRS"]]), (12, &[&SOCKET_MAPS])];
+const CONNECTIONS: [(u32, &[&[&str]]); 3] = [
+    (12, &[&FLOW_MAPS, &["NODE_ADDRS"]]),
+    (13, &[&[BYPASS_MAP]]),
+    (12, &[&SOCKET_MAPS]),
+];
 
 const SOCKET_MAPS: [&str; 8] = [
     "PEERS",

@@ -108,8 +108,8 @@ pub use reverse_path::{reverse_path, reverse_paths, shows_reverse_paths};
 pub use services::ServiceTables;
 pub use tables::{Growth, Limits, Tables, Usage};
 pub use tc::{
-    Direction, Hook, InterfaceAttachment, egress_of_others, ingress_of_others,
-    name as interface_name,
+    Direction, Hook, InterfaceAttachment, egress_of_others, has_programs_after_ours,
+    ingress_of_others, name as interface_name,
 };
 pub use ways_out::{Way, ways_out};
 pub use xfrm::policies as ipsec_policies;

@@ -197,7 +197,7 @@ fn prepare_flows(pins: &Pins, on: bool) -> Result<(), Error> {
         return pins.remove_flow_maps();
     }
     let mut absent = None;
-    for map in MAPS.iter().filter(|map| map.is_of_flows()) {
+    for map in MAPS.iter().filter(|map| FLOW_MAPS.contains(&map.name)) {
         if pins.open_map(map)?.is_none() {
             absent = Some(map.name);
         }

@@ -68,9 +68,16 @@ pub fn busy(chains: &[Chain]) -> Vec<String> {
     found.iter().map(Found::name).collect()
 }
 
-/// Whether packets meet rules that only count them.
-pub fn counts(chains: &[Chain]) -> bool {
-    !find(chains, |does| matches!(does, Verdict::Count)).is_empty()
+/// Whether packets of no service have to pass the chains all the same: rules only count them, or are kube-proxy's that drop what
+/// conntrack does not know.
+pub fn bar_bypass(chains: &[Chain]) -> bool {
+    let counting = find(chains, |does| matches!(does, Verdict::Count));
+    let refuses = |chain: &Chain| {
+        let does = || chain.rules.iter().flat_map(|rule| &rule.does);
+        owners::of_chain(&chain.name) == Some(KUBE_PROXY)
+            && does().any(|does| *does == Verdict::Refuse)
+    };
+    !counting.is_empty() || chains.iter().any(refuses)
 }
 
 /// Returns the text of [`named`] followed by [`REMEDY`].

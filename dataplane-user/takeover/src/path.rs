@@ -47,8 +47,8 @@ pub fn of_the_rest(
 pub struct Chains {
     /// The chains that are a reason for the path through the stack.
     pub because: Option<String>,
-    /// Whether rules only count packets: packets of no service have to pass them.
-    pub count: bool,
+    /// Whether they bar packets of no service from the bypass of the stack ([`bypassed::bar_bypass`]).
+    pub bar_bypass: bool,
 }
 
 /// Looks at the chains that the kernel has now.
@@ -61,8 +61,11 @@ pub fn look_at_chains() -> Result<Chains, kernel::Error> {
         None => of_interfaces(&netfilter::interface_chains()?),
         because => because,
     };
-    let count = bypassed::counts(&chains);
-    Ok(Chains { because, count })
+    let bar_bypass = bypassed::bar_bypass(&chains);
+    Ok(Chains {
+        because,
+        bar_bypass,
+    })
 }
 
 /// Returns the chain at an interface that is a reason: any, since it sees no packet that a TC program sends on.

@@ -15,7 +15,7 @@ use rand::{Rng, RngExt as _, SeedableRng as _, rngs::SmallRng, seq::IndexedRando
 
 use self::maker::Maker;
 use crate::{
-    model::{Input, begin::is_nobody, state::State},
+    model::{Input, deliver::is_nobody, state::State},
     world::{EPHEMERAL, NEARLY_ALL, World, is_own},
 };
 

@@ -2,7 +2,7 @@
 //! and port the endpoint sees as the client's.
 
 use dataplane_common::{
-    Addr, Port, Protocol, Reason,
+    Port, Protocol, Reason,
     packet::{FlowKey, Tick, Translation},
     seen,
     tables::{Affinity, AffinityKey, Block, Endpoint, Kind},
@@ -10,7 +10,7 @@ use dataplane_common::{
 
 use super::{
     Answer, DROP, Drawn, Input, Model, Moment, NEXT, Output,
-    deliver::Fit,
+    deliver::{Fit, is_nobody},
     flows::{Flow, Known},
     read::{Fragment, Headers},
     sequences::Numbers,
@@ -498,14 +498,4 @@ impl Model<'_> {
 
 fn endpoint_of(to: &Translation) -> Endpoint {
     Endpoint::new(to.endpoint, to.endpoint_port)
-}
-
-/// Whether an address never belongs to a single host: "this host", loopback, multicast, and reserved addresses.
-pub fn is_nobody(addr: Addr) -> bool {
-    let octets = addr.octets();
-    if addr.is_v4() {
-        matches!(octets[12], 0 | 127 | 224..)
-    } else {
-        octets[0] == 0xff || (octets[..15] == [0; 15] && octets[15] <= 1)
-    }
 }

@@ -1,11 +1,10 @@
 //! What follows a decision: a translated packet is delivered, a refused packet may be answered, and errors about known
 //! flows are translated.
 
-use dataplane_common::{Reason, packet::FlowKey};
+use dataplane_common::{Addr, Reason, packet::FlowKey};
 
 use super::{
     DROP, Input, Model, Moment, NEXT, Output, SEGMENT, Verdict,
-    begin::is_nobody,
     flows::Known,
     read::{self, Fragment, Headers, Limit, Read},
     write::{self, Complaint, Ends},
@@ -282,5 +281,15 @@ fn complain(input: &Input, headers: &Headers, complaint: Complaint) -> Output {
         verdict: Verdict::Redirect,
         frame: Some(write::complaint(&input.frame, headers, complaint)),
         unaddressed: None,
+    }
+}
+
+/// Whether an address never belongs to a single host: "this host", loopback, multicast, and reserved addresses.
+pub fn is_nobody(addr: Addr) -> bool {
+    let octets = addr.octets();
+    if addr.is_v4() {
+        matches!(octets[12], 0 | 127 | 224..)
+    } else {
+        octets[0] == 0xff || (octets[..15] == [0; 15] && octets[15] <= 1)
     }
 }

@@ -6,8 +6,8 @@
 //! a flow. Where the programs choose at random (an endpoint, a port), the model reads the choice from the tables and
 //! checks that it was allowed.
 
-pub mod begin;
-mod deliver;
+mod begin;
+pub mod deliver;
 pub mod flows;
 pub mod read;
 pub mod room;

@@ -23,6 +23,7 @@ scenarios! {
     Dataplane:
     flows_between_pods_leave_no_trace_in_the_kernels_conntrack,
     rules_of_nat_hold,
+    connections_to_host_ports_of_others_are_translated_back,
     errors_come_from_the_stack,
     rules_that_only_count_see_all_packets,
     the_switch_is_off,
@@ -41,7 +42,8 @@ const PLUGIN: &str = "table inet plugin { chain post { type nat hook postrouting
 fn start(arguments: &[&str]) -> Result<Cluster> {
     let lab = Cluster::lab()?;
     load(lab.node("node2"), "nft -f -", PLUGIN)?;
-    let cluster = Cluster::start_in(lab, &["far", "near"], |_| Vec::new(), arguments)?;
+    let arguments = [&["--pod-cidr", "10.244.0.0/16,fd00:10:244::/48"], arguments].concat();
+    let cluster = Cluster::start_in(lab, &["far", "near"], |_| Vec::new(), &arguments)?;
     takes(&cluster.agent, "fast")?;
     Ok(cluster)
 }
@@ -120,6 +122,41 @@ fn rules_of_nat_hold() -> Result<()> {
     thread::sleep(Duration::from_secs(9));
     flows(sleep, far, true, address(node, true))?;
     flows(sleep, near, true, address(sleep, true))
+}
+
+/// Rules of others that translate destinations, as the CNI plug-in portmap has them: neither an earlier connection to the pod itself
+/// with the same ports, nor one that goes on meanwhile, takes the answers.
+fn connections_to_host_ports_of_others_are_translated_back() -> Result<()> {
+    let cluster = start(&[])?;
+    let lab = &cluster.lab;
+    let (sleep, near, node) = (lab.pod("sleep"), lab.pod("near"), lab.node("node2"));
+    let rules = format!(
+        "add table inet portmap\n\
+         add chain inet portmap pre {{ type nat hook prerouting priority dstnat; }}\n\
+         add rule inet portmap pre ip daddr {} tcp dport 4000 dnat ip to {}:{TCP}",
+        node.ipv4(),
+        near.ipv4(),
+    );
+    load(node, "nft -f -", &rules)?;
+    let pod = SocketAddr::new(address(near, true), TCP).to_string();
+    let port = format!("{}:4000", node.ipv4());
+    // The same ports of the client, by turns.
+    for _ in 0..3 {
+        for to in [&pod, &port] {
+            for local in 40_000..40_010 {
+                let how = format!("connect --local-port {local}");
+                reaches(sleep, to, &how, &["near"])?;
+            }
+        }
+    }
+    // Many connections to both at the same time, beyond the moment at which the stack shows the way again.
+    for _ in 0..20 {
+        for to in [&pod, &port] {
+            reaches(sleep, to, "connect --count 20", &["near"])?;
+        }
+        thread::sleep(Duration::from_millis(500));
+    }
+    Ok(())
 }
 
 fn errors_come_from_the_stack() -> Result<()> {

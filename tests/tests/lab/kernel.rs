@@ -18,7 +18,7 @@ use dataplane_common::{
         SOCKET_WAYS,
     },
 };
-use dataplane_tests::{Lab, report::Report};
+use dataplane_tests::{Command, Lab, report::Report};
 use kernel::{Error, Kernel, Limits, Paths, Tables};
 use plan::{Contents, Demand, Write};
 
@@ -541,8 +541,8 @@ pub fn a_dangling_reference_is_refused_counted_and_logged() -> Result<()> {
     Ok(())
 }
 
-/// A connected socket's VIP is in its set of PEERS while the socket is open, and in the socket's own
-/// storage when the set is full.
+/// A socket's VIP, of a connected socket or of an unconnected UDP socket, is in its set of PEERS while the socket is open,
+/// and in the socket's own storage when the set is full.
 pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
     let place = Place::new()?;
     let mut kernel = place.open()?;
@@ -588,7 +588,7 @@ pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
             .json()?;
         ensure!(report.answered == 5, "{report:?}");
         ensure!(report.peers == ["10.96.0.1:80".parse()?], "{report:?}");
-        Ok(())
+        send_unconnected(node.probe("udp"), "10.96.0.1:80")
     };
     // An element as words: first whose its places are, then their contents.
     let peers = Map::Array(MapData::from_pin(place.map("PEERS"))?);
@@ -636,6 +636,18 @@ pub fn what_is_kept_for_a_socket_goes_with_it() -> Result<()> {
     }
     connect()?;
     ensure!(kernel.tables().reasons()?[Reason::PeerNotKept as usize] == 0);
+    Ok(())
+}
+
+/// Asks a VIP by one unconnected socket, and wants all answers to come from it.
+fn send_unconnected(probe: Command, vip: &str) -> Result<()> {
+    let probe = probe.args(["--unconnected", "--one-socket", "--each", "--to", vip]);
+    let report: Report = probe.args(["--count", "3"]).json()?;
+    let vip = Some(vip.parse()?);
+    ensure!(
+        report.answered == 3 && report.each.iter().all(|attempt| attempt.from == vip),
+        "{report:?}"
+    );
     Ok(())
 }
 

@@ -9,6 +9,8 @@ use dataplane_tests::{
     report::{Attempt, Report},
 };
 
+use kernel::sockets::Sweeper;
+
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually, reaches},
     manifest::Service,
@@ -20,6 +22,8 @@ scenarios! {
     the_oldest_of_too_many_vips_is_forgotten,
     a_socket_connected_again_tells_the_truth,
     a_socket_leaves_an_endpoint_that_left,
+    places_of_unconnected_sockets_are_freed,
+    two_threads_send_a_sockets_first_datagrams,
 }
 
 /// One socket, all these addresses in turn: `count` datagrams.
@@ -113,6 +117,12 @@ fn one_socket_talks_to_several_vips() -> Result<()> {
                 "{to} was answered by {attempt:?}"
             );
         }
+    }
+    // One VIP several times, then also the other VIP of its endpoint.
+    for v4 in [true, false] {
+        let to = [21, 21, 22, 22, 21].map(|number| vip(number, v4));
+        let report = in_turn(&cluster, &to, &["--unconnected"], 20)?;
+        answers_come_from(to.iter().cycle(), &report.each)?;
     }
     // Between VIPs, an address that is no VIP.
     let to = [vip(21, true), plain, vip(22, true)];
@@ -227,6 +237,98 @@ fn a_socket_leaves_an_endpoint_that_left() -> Result<()> {
             "{to}: not near, then far: {answers:?}"
         );
         answers_come_from(std::iter::repeat(&to.parse()?), &report.each)?;
+    }
+    Ok(())
+}
+
+/// Opens the table of places; `None`, with a line that says so, if this process does not see all sockets.
+fn places(cluster: &Cluster, scenario: &str) -> Result<Option<Sweeper>> {
+    let sweeper = Sweeper::open(cluster.agent.bpffs(), cluster.agent.cgroup())?;
+    if sweeper.is_none() {
+        println!("skipped socket_udp::{scenario}: this is not the machine's PID namespace");
+    }
+    Ok(sweeper)
+}
+
+/// An unconnected socket has a place while it is open, which no search for closed sockets frees; also if it then talks to
+/// several VIPs, or is connected to an address without a service, at a port that no endpoint has.
+fn places_of_unconnected_sockets_are_freed() -> Result<()> {
+    let cluster = Cluster::start(|lab| {
+        vec![
+            numbered(21, lab, &["near"]),
+            numbered(22, lab, &["near"]),
+            numbered(23, lab, &["far", "near2"]),
+        ]
+    })?;
+    let Some(mut sweeper) = places(&cluster, "places_of_unconnected_sockets_are_freed")? else {
+        return Ok(());
+    };
+    let near = cluster.lab.pod("near").addresses();
+    for (v4, mapped) in [(true, None), (true, Some("--v4-mapped")), (false, None)] {
+        let to = [21, 22, 23].map(|number| vip(number, v4).to_string());
+        let udp = |to: &[&str]| {
+            let probe = cluster.client().probe("udp").args(["--unconnected"]);
+            let probe = to.iter().fold(probe, |probe, to| probe.args(["--to", to]));
+            probe.args(mapped)
+        };
+        let how = ["--one-socket", "--each", "--until-stdin-closes"];
+        let held = udp(&[&to[0]]).args(how).stdin_piped().stdout_piped();
+        let mut held = held.spawn()?;
+        held.wait_for_line()?;
+        let one_is_taken = || {
+            let taken = sweeper.taken();
+            ensure!(taken == 1, "{v4} {mapped:?}: {taken} places are taken");
+            Ok(())
+        };
+        eventually(one_is_taken)?;
+        // Many sockets, one after the other.
+        let report: Report = udp(&[&to[0], &to[2]]).args(["--count", "100"]).json()?;
+        ensure!(report.answered == 100, "{report:?}");
+        // Several VIPs, by one socket.
+        let probe = udp(&[&to[0], &to[1], &to[2]]).args(["--one-socket", "--count", "6"]);
+        let report: Report = probe.json()?;
+        ensure!(report.answered == 6, "{report:?}");
+        // Connected at last: nothing answers there.
+        let nowhere = SocketAddr::new(near[usize::from(!v4)], 9).to_string();
+        let probe = udp(&[&to[0], &nowhere]).args(["--one-socket", "--connect-after", "1"]);
+        let report: Report = probe.args(["--count", "2"]).json()?;
+        ensure!(report.answered == 1, "{report:?}");
+        one_is_taken()?;
+        // The live socket keeps its place, and its answers come from the VIP.
+        let freed = sweeper.sweep()? + sweeper.sweep()?;
+        ensure!(freed == 0 && sweeper.taken() == 1, "{freed} were freed");
+        held.close_stdin();
+        let report: Report = held.wait_json()?;
+        ensure!(report.errors.is_empty(), "{report:?}");
+        answers_come_from(std::iter::repeat(&vip(21, v4)), &report.each)?;
+        ensure!(sweeper.taken() == 0, "{} are left", sweeper.taken());
+    }
+    Ok(())
+}
+
+/// Sending takes no lock: each thread may choose an endpoint, and take a place.
+fn two_threads_send_a_sockets_first_datagrams() -> Result<()> {
+    let endpoints = ["near", "near2", "far"];
+    let cluster =
+        Cluster::start(|lab| vec![numbered(21, lab, &endpoints), numbered(22, lab, &endpoints)])?;
+    let places = places(&cluster, "two_threads_send_a_sockets_first_datagrams")?;
+    for v4 in [true, false] {
+        let to = [21, 22].map(|number| vip(number, v4));
+        let twice = |to: SocketAddr, count: &str| {
+            let probe = cluster.client().probe("udp").args(["--unconnected"]);
+            let probe = probe.args(["--twice", "--each", "--to", &to.to_string()]);
+            probe.args(["--count", count])
+        };
+        let report: Report = twice(to[0], "500").json()?;
+        ensure!(report.answered == 500, "{report:?}");
+        answers_come_from(std::iter::repeat(&to[0]), &report.each)?;
+        for _ in 0..20 {
+            let report = in_turn(&cluster, &to, &["--unconnected", "--twice"], 10)?;
+            answers_come_from(to.iter().cycle(), &report.each)?;
+        }
+        if let Some(sweeper) = &places {
+            ensure!(sweeper.taken() == 0, "{} are left", sweeper.taken());
+        }
     }
     Ok(())
 }

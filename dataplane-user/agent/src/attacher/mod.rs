@@ -144,6 +144,7 @@ impl Attacher {
             history: History::default(),
             egress: Due::at(now),
             peers: BTreeSet::new(),
+            attached: BTreeSet::new(),
             others: BTreeMap::new(),
             interfaces: None,
             protecting: 0,
@@ -206,6 +207,8 @@ struct Worker {
     egress: Due,
     /// The interfaces whose packets go directly into a pod, unless others have something on the way out.
     peers: BTreeSet<u32>,
+    /// The interfaces that have programs.
+    attached: BTreeSet<u32>,
     /// The interfaces on which others have something, and what.
     others: BTreeMap<u32, Vec<String>>,
     /// The interfaces at earlier looks.

@@ -35,7 +35,8 @@ impl Worker {
         let start = Instant::now();
         let bpffs = &self.state.paths.bpffs;
         let others = kernel::egress_of_others(bpffs, &self.peers);
-        let is_filtered_anew = self.path.look_at_filters(bpffs);
+        let attached = self.attached.iter().copied();
+        let is_filtered_anew = self.path.look_at_filters(bpffs, attached);
         // If the kernel does not return them, the look at the whole network reports the error.
         if others.is_ok_and(|others| others == self.others)
             && is_filtered_anew.is_ok_and(|new| !new)
@@ -57,7 +58,12 @@ impl Worker {
             let earlier = self.history.look(&all, start);
             patience = earlier.settled_in.unwrap_or(patience);
             let mut network = network(settings, &all, &earlier)?;
-            self.path.look_at_filters(&self.state.paths.bpffs)?;
+            let attached = network.interfaces.iter();
+            let attached = attached.filter(|(_, interface)| interface.flags & Iface::ATTACHED != 0);
+            self.attached = attached.map(|(index, _)| *index).collect();
+            let attached = self.attached.iter().copied();
+            self.path
+                .look_at_filters(&self.state.paths.bpffs, attached)?;
             network.config.flags |= self.path.choose(&network.policies)?;
             self.history.note(&network);
             let flags = network

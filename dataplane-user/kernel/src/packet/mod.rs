@@ -219,7 +219,20 @@ impl PacketPath {
         };
         let before = self.tables.config();
         // Flows stay on the path on which they began, also after a restart of the agent.
-        let flags = config.flags | before.flags & (PacketConfig::STACK_OUT | PacketConfig::BYPASS);
+        let stays = if config.flags & PacketConfig::BYPASS_STAYS == 0 {
+            PacketConfig::STACK_OUT
+        } else {
+            PacketConfig::STACK_OUT | PacketConfig::BYPASS
+        };
+        let mut flags = config.flags | before.flags & stays;
+        // If an IPsec policy protects packets, the stack has to encrypt the flows that belong to no service.
+        if config.policies != 0 {
+            flags &= !(PacketConfig::BYPASS | PacketConfig::BYPASS_NEW);
+        }
+        if flags & PacketConfig::BYPASS & !before.flags != 0 {
+            // Without the flag, the programs do not remove what they have forgotten.
+            self.tables.forget_bypass()?;
+        }
         let config = PacketConfig { flags, ..config };
         self.write(filter, config)?;
         if matches!(change, Change::Made) {

@@ -4,13 +4,13 @@ use std::{io, os::fd::OwnedFd, path::Path, sync::atomic::Ordering};
 
 use dataplane_common::{
     Addr,
-    packet::{Iface, NODE_ADDRS, PacketConfig},
+    packet::{Bypass, FlowKey, Iface, NODE_ADDRS, PacketConfig},
 };
 
 use crate::{
     error::{Doing, Error},
     map::{Hash, Mapped},
-    pins::{Pins, spec},
+    pins::{BYPASS_MAP, Pins, spec},
     sources::Sources,
     tc,
 };
@@ -22,6 +22,8 @@ pub struct PacketTables {
     sources: Sources,
     node_addrs: Mapped<Addr>,
     config: Mapped<PacketConfig>,
+    /// Not there without the packet path.
+    bypass: Option<Hash<FlowKey, Bypass>>,
 }
 
 impl PacketTables {
@@ -48,6 +50,7 @@ impl PacketTables {
             sources: Sources::new(crate::sys::map_create("SOURCES", &sources, 16)?),
             node_addrs: Mapped::create("NODE_ADDRS", NODE_ADDRS)?,
             config: Mapped::create("PACKET_CONFIG", 1)?,
+            bypass: None,
         })
     }
 
@@ -67,6 +70,9 @@ impl PacketTables {
             sources: Sources::new(open("SOURCES")?.0),
             node_addrs: Mapped::map(open("NODE_ADDRS")?.0, NODE_ADDRS, writable).doing(mapped)?,
             config: Mapped::map(open("PACKET_CONFIG")?.0, 1, writable).doing(mapped)?,
+            bypass: pins
+                .open_map(spec(BYPASS_MAP))?
+                .map(|(fd, info)| Hash::from_fd(fd, info.max_entries)),
         })
     }
 
@@ -134,6 +140,20 @@ impl PacketTables {
     /// Whether new flows that belong to no service bypass the stack.
     pub fn is_bypassed(&self) -> bool {
         self.config().flags & PacketConfig::BYPASS_NEW != 0
+    }
+
+    /// Forgets all flows that bypass the stack.
+    pub(super) fn forget_bypass(&self) -> Result<(), Error> {
+        let Some(bypass) = &self.bypass else {
+            return Ok(());
+        };
+        let forget = || -> io::Result<()> {
+            for (key, _) in bypass.entries()? {
+                bypass.remove(&key)?;
+            }
+            Ok(())
+        };
+        forget().doing(|| format!("cannot empty {BYPASS_MAP}"))
     }
 
     pub(super) fn set_config(&self, config: PacketConfig) {

@@ -233,15 +233,17 @@ pub const MAPS: [MapSpec; 43] = [
 ];
 
 /// The maps that only the packet path needs and that take much memory. They exist only if the packet path does.
-pub const FLOW_MAPS: [&str; 7] = [
+pub const FLOW_MAPS: [&str; 6] = [
     "CONNTRACK",
     "ANSWERS",
-    "BYPASS",
     "FRAGMENTS",
     "SEQUENCES",
     "CAME_BY",
     "FLOW_SECRET",
 ];
+
+/// As [`FLOW_MAPS`], but an agent that adopts those makes this one if it is not there.
+pub const BYPASS_MAP: &str = "BYPASS";
 
 /// Returns the number of elements of `ANSWERS` for this many cells: two slots for each cell, sixteen slots in an
 /// element.
@@ -266,9 +268,9 @@ impl MapSpec {
         }
     }
 
-    /// Whether the map is one of [`FLOW_MAPS`].
+    /// Whether the map is one of [`FLOW_MAPS`], or [`BYPASS_MAP`].
     pub fn is_of_flows(&self) -> bool {
-        FLOW_MAPS.contains(&self.name)
+        FLOW_MAPS.contains(&self.name) || self.name == BYPASS_MAP
     }
 
     fn describe(kind: u32, key: u32, value: u32, flags: u32) -> String {

@@ -19,7 +19,7 @@ use std::{
 use dataplane_common::LAYOUT;
 #[cfg(feature = "testing")]
 pub use maps::slots_for;
-pub use maps::{FLOW_MAPS, MAPS, MapSpec, spec};
+pub use maps::{BYPASS_MAP, FLOW_MAPS, MAPS, MapSpec, spec};
 use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},
@@ -181,9 +181,9 @@ impl Pins {
         Ok(Some((fd, info)))
     }
 
-    /// Removes the existing pins of [`FLOW_MAPS`] that are ours.
+    /// Removes the existing pins of [`FLOW_MAPS`] and of [`BYPASS_MAP`] that are ours.
     pub fn remove_flow_maps(&self) -> Result<(), Error> {
-        for name in FLOW_MAPS {
+        for name in FLOW_MAPS.into_iter().chain([BYPASS_MAP]) {
             if self.open_map(spec(name))?.is_some() {
                 let path = self.map(name);
                 fs::remove_file(&path).doing(|| format!("cannot remove {}", path.display()))?;

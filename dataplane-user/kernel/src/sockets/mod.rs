@@ -23,7 +23,7 @@ pub(super) use cgroups::other_ends;
 pub use cgroups::{Elsewhere, PodCgroups, own_elsewhere, pod_cgroups};
 use dataplane_common::{
     Addr, Port, Protocol,
-    tables::{Peer, PeerSets, SOCKET_ELEMENTS},
+    tables::{Peer, PeerSets, SOCKET_ELEMENTS, is_flow_owner},
 };
 use netlink_sys::protocols::NETLINK_SOCK_DIAG;
 pub use sweep::Sweeper;
@@ -157,12 +157,14 @@ impl Peers {
         }))
     }
 
-    /// Returns the table's records, by cookie. A place that is taken or freed just now may be read half and half:
+    /// Returns the table's records of connected sockets, by cookie. A place that is taken or freed just now may be read half and half:
     /// `destroy` destroys only sockets that the kernel lists with that very peer.
     fn in_sets(&self) -> impl Iterator<Item = (u64, Peer)> {
         let sets = (0..SOCKET_ELEMENTS).filter_map(|index| self.noted.get(index));
         sets.flat_map(|sets| sets.owners.into_iter().zip(sets.peers))
             .flat_map(|(owners, peers)| owners.into_iter().zip(peers))
+            // Of unconnected sockets, which ask for the endpoint again with each datagram.
+            .filter(|(owner, _)| !is_flow_owner(*owner))
             // Free, or connected again since, and not through a VIP.
             .filter(|(cookie, peer)| *cookie != 0 && peer.endpoint_port != Port::ANY)
     }
@@ -229,7 +231,7 @@ impl Here<'_> {
         stale: &impl Fn(Protocol, &Peer) -> bool,
     ) -> io::Result<()> {
         let mut found = Vec::new();
-        let request = list(protocol, family, Some(self.stored));
+        let request = list(protocol, family, CONNECTED, Some(self.stored));
         let wanted = &mut *self.wanted;
         let listed = self.netlink.dump(SOCK_DIAG_BY_FAMILY, &request, |answer| {
             let Ok((socket, rest)) = Listed::read_from_prefix(answer) else {
@@ -328,19 +330,23 @@ pub(super) fn listening(port: u16) -> io::Result<Vec<Listens>> {
     Ok(found)
 }
 
-/// A request for the connected sockets of a protocol and family, with their stored records.
-fn list(protocol: Protocol, family: u8, stored: Option<&OwnedFd>) -> Vec<u8> {
+/// The states of connected sockets: not of those that listen, wait for late segments, or are closed
+/// (`include/net/tcp_states.h`). A connected UDP socket is "established".
+const CONNECTED: u32 = 0b1011_0011_1110;
+
+/// The state of an unconnected UDP socket (`TCP_CLOSE`).
+const CLOSED: u8 = 7;
+
+/// A request for the sockets of a protocol and family in some states (bits), with their stored records.
+fn list(protocol: Protocol, family: u8, states: u32, stored: Option<&OwnedFd>) -> Vec<u8> {
     const SK_BPF_STORAGES: u16 = 2; // INET_DIAG_REQ_SK_BPF_STORAGES
     const MAP_FD: u16 = 1; // SK_DIAG_BPF_STORAGE_REQ_MAP_FD
-    // Not those that listen, wait for late segments, or are closed (`include/net/tcp_states.h`). A
-    // connected UDP socket is "established".
-    const CONNECTED: u32 = 0b1011_0011_1110;
     let request = Request {
         family,
         protocol: protocol.number(),
         extensions: 0,
         padding: 0,
-        states: CONNECTED,
+        states,
         id: SocketId::ANY,
     };
     let mut bytes = request.as_bytes().to_vec();

@@ -16,12 +16,12 @@ use std::{
 use dataplane_common::{
     Addr, Port, Protocol,
     capture::Tuple,
-    tables::{PeerSets, SOCKET_ELEMENTS, SOCKET_SETS, SOCKET_WAYS},
+    tables::{BEING_WRITTEN, PeerSets, SOCKET_ELEMENTS, SOCKET_SETS, SOCKET_WAYS, flow_owner},
 };
 use netlink_sys::protocols::NETLINK_SOCK_DIAG;
 use zerocopy::FromBytes as _;
 
-use super::{FAMILIES, Listed, SOCK_DIAG_BY_FAMILY, list, origins::Origins};
+use super::{CLOSED, CONNECTED, FAMILIES, Listed, SOCK_DIAG_BY_FAMILY, list, origins::Origins};
 use crate::{
     cgroup2_root,
     error::{Doing, Error},
@@ -42,7 +42,7 @@ pub struct Sweeper {
     origins: Option<Origins>,
     /// The cgroup whose processes' sockets have places, as `/proc/PID/cgroup` has it.
     cgroup: PathBuf,
-    /// The sockets that were not there the last time.
+    /// The owners whose sockets were not there the last time.
     missed: HashSet<u64>,
 }
 
@@ -98,13 +98,14 @@ impl Sweeper {
     }
 
     /// Frees the places of sockets that are not connected, now and the last time, because `connect()` records an
-    /// endpoint shortly before the socket is connected. Does the same with entries of `ORIGINS`. Returns the number of
-    /// freed places and entries.
+    /// endpoint shortly before the socket is connected. A place for what a UDP socket sends without being connected is
+    /// freed if there is no such socket. Does the same with entries of `ORIGINS`. Returns the number of freed places and
+    /// entries.
     ///
     /// # Errors
     /// If the kernel cannot list the sockets of a network namespace. Then nothing is freed.
     pub fn sweep(&mut self) -> io::Result<usize> {
-        let noted: HashSet<u64> = self.owners().map(|(_, cookie)| cookie).collect();
+        let noted: HashSet<u64> = self.owners().map(|(_, owner)| owner).collect();
         let tuples = self.origins.as_ref().map(Origins::noted).transpose()?;
         let tuples = tuples.unwrap_or_default();
         let living = if noted.is_empty() && tuples.is_empty() {
@@ -116,18 +117,18 @@ impl Sweeper {
             Some(origins) => origins.sweep(&tuples, &living.tuples)?,
             None => 0,
         };
-        let mut missed: HashSet<u64> = noted.difference(&living.cookies).copied().collect();
+        let mut missed: HashSet<u64> = noted.difference(&living.owners).copied().collect();
         let gone: HashSet<u64> = missed.intersection(&self.missed).copied().collect();
-        for ((element, word), cookie) in self.owners() {
-            if gone.contains(&cookie)
-                && let Some(owner) = self.noted.word(element, word)
+        for ((element, word), owner) in self.owners() {
+            if gone.contains(&owner)
+                && let Some(word) = self.noted.word(element, word)
             {
                 // Fails if the place was freed meanwhile, and belongs to another socket now.
-                let was = owner.compare_exchange(cookie, 0, Ordering::Relaxed, Ordering::Relaxed);
+                let was = word.compare_exchange(owner, 0, Ordering::Relaxed, Ordering::Relaxed);
                 freed += usize::from(was.is_ok());
             }
         }
-        missed.retain(|cookie| !gone.contains(cookie));
+        missed.retain(|owner| !gone.contains(owner));
         self.missed = missed;
         Ok(freed)
     }
@@ -137,17 +138,18 @@ impl Sweeper {
         let places = (0..SOCKET_ELEMENTS)
             .flat_map(|element| (0..SOCKET_SETS * SOCKET_WAYS).map(move |word| (element, word)));
         places.filter_map(|(element, word)| {
-            let cookie = self.noted.word(element, word)?.load(Ordering::Relaxed);
-            (cookie != 0).then_some(((element, word), cookie))
+            let owner = self.noted.word(element, word)?.load(Ordering::Relaxed);
+            (owner != 0 && owner != BEING_WRITTEN).then_some(((element, word), owner))
         })
     }
 }
 
-/// The connected sockets of every network namespace that a process in the cgroup may be in.
+/// The connected sockets, and the unconnected UDP sockets that have a port, of every network namespace that a process in
+/// the cgroup may be in.
 #[derive(Debug, Default)]
 struct Living {
-    /// The sockets' cookies.
-    cookies: HashSet<u64>,
+    /// The owners of the places that the sockets may have.
+    owners: HashSet<u64>,
     /// The addresses and ports of the TCP sockets.
     tuples: HashSet<Tuple>,
 }
@@ -158,13 +160,19 @@ fn living(cgroup: &Path) -> io::Result<Living> {
         let netns = netns_cookie()?;
         let mut netlink = Netlink::open(NETLINK_SOCK_DIAG)?;
         for protocol in [Protocol::TCP, Protocol::UDP] {
+            let unconnected = u32::from(protocol == Protocol::UDP) << CLOSED;
             for family in FAMILIES {
-                let request = list(protocol, family, None);
+                let request = list(protocol, family, CONNECTED | unconnected, None);
                 netlink.dump(SOCK_DIAG_BY_FAMILY, &request, |answer| {
                     if let Ok((socket, _)) = Listed::read_from_prefix(answer) {
-                        living.cookies.insert(socket.id.cookie());
+                        let cookie = socket.id.cookie();
+                        if socket.state != CLOSED {
+                            living.owners.insert(cookie);
+                        }
                         if protocol == Protocol::TCP {
                             living.tuples.insert(tuple(netns, &socket));
+                        } else {
+                            living.owners.insert(flow_owner(cookie));
                         }
                     }
                 })?;

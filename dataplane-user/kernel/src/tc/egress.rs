@@ -25,6 +25,22 @@ pub fn ingress_of_others(bpffs: &Path) -> Result<Option<String>, Error> {
     Ok(interfaces.into_iter().map(name).min())
 }
 
+/// Whether programs of others come after ours at TCX on the way in of these interfaces: they see no packet that our program sends
+/// on.
+pub fn has_programs_after_ours(bpffs: &Path, interfaces: impl IntoIterator<Item = u32>) -> bool {
+    let pins = Pins::new(bpffs);
+    interfaces.into_iter().any(|ifindex| {
+        // The interface is gone, or the kernel has no TCX.
+        let programs = sys::tcx_programs(ifindex, Direction::Ingress.tcx()).unwrap_or_default();
+        if programs.len() < 2 {
+            return false;
+        }
+        let own = ours(&pin(&pins, Direction::Ingress, ifindex), Direction::Ingress);
+        let own = own.ok().flatten().map(|(_, link)| link.program);
+        programs.last().copied() != own
+    })
+}
+
 /// Returns other owners' objects on the way out of these interfaces, in words, by interface. An interface without any
 /// is left out.
 ///

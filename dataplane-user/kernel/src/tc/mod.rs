@@ -20,7 +20,7 @@ use aya_obj::generated::bpf_attach_type::{self, BPF_TCX_EGRESS, BPF_TCX_INGRESS}
 use self::clsact::{Clsact, Filter};
 pub use self::{
     attachments::{InterfaceAttachment, attachments},
-    egress::{egress_of_others, ingress_of_others},
+    egress::{egress_of_others, has_programs_after_ours, ingress_of_others},
     programs::{CaptureProgram, PacketPrograms},
     removal::{keep_no_capture, keep_none, remove_filters, remove_links},
 };

@@ -65,7 +65,7 @@ pub struct Arguments {
     #[arg(long, requires = "raw")]
     deaf: bool,
     /// Send each datagram from two processors at once, by one socket, and wait for both answers
-    #[arg(long, conflicts_with_all = ["unconnected", "raw"])]
+    #[arg(long, conflicts_with = "raw")]
     twice: bool,
     /// Name the source of each datagram (IP_PKTINFO, IPV6_PKTINFO)
     #[arg(long, value_name = "ADDRESS", conflicts_with = "pktinfo")]
@@ -238,8 +238,8 @@ fn send_raw(from: SocketAddr, payload: &[u8], to: SocketAddr) -> io::Result<()> 
     Ok(())
 }
 
-/// Sends a datagram by a connected socket from two processors at once, so that both begin the flow.
-fn send_twice(socket: &UdpSocket, payload: &[u8]) -> io::Result<()> {
+/// Sends a datagram by a socket from two processors at once, so that both begin the flow. `to`: if it is not connected.
+fn send_twice(socket: &UdpSocket, payload: &[u8], to: Option<SocketAddr>) -> io::Result<()> {
     const PROCESSORS: usize = 2;
     let processors = thread::available_parallelism()?.get();
     let ready = AtomicUsize::new(0);
@@ -254,7 +254,11 @@ fn send_twice(socket: &UdpSocket, payload: &[u8]) -> io::Result<()> {
         while ready.load(Ordering::SeqCst) < PROCESSORS {
             hint::spin_loop();
         }
-        socket.send(payload).map(drop)
+        match to {
+            Some(to) => socket.send_to(payload, to),
+            None => socket.send(payload),
+        }
+        .map(drop)
     };
     let send = &send;
     thread::scope(|scope| {
@@ -306,7 +310,8 @@ fn exchange(
         let by = (arguments.pktinfo.as_deref(), arguments.source);
         send_by(socket, &payload, address, by, !arguments.unconnected)?;
     } else if arguments.twice {
-        send_twice(socket, &payload)?;
+        let is_connected = !arguments.unconnected || arguments.connects(number);
+        send_twice(socket, &payload, (!is_connected).then_some(address))?;
     } else if arguments.unconnected && !arguments.connects(number) {
         socket.send_to(&payload, address)?;
     } else {
