@@ -1,6 +1,6 @@
 //! Encrypted connections between workloads: the certificates of the captured workloads, and the engine of tunnels.
 
-use std::{collections::BTreeSet, io, sync::Arc, thread::JoinHandle};
+use std::{collections::BTreeSet, io, sync::Arc, thread::JoinHandle, time::Duration};
 
 use identity::{IstioCa, Source, Store, TrustFiles};
 use model::Workload;
@@ -17,6 +17,8 @@ use tunnel::{Engine, Manner, Tunnels};
 
 /// The name of the thread that gets certificates.
 const THREAD: &str = "identities";
+/// How long the thread's end waits for files that are being read.
+const END: Duration = Duration::from_secs(1);
 
 /// The certificates of the captured workloads. Dropping it ends the thread that gets them.
 pub struct Encryption {
@@ -52,6 +54,7 @@ impl Encryption {
                 // Fails if the sender was dropped, which stops, too.
                 let _ = stopped.await;
             });
+            runtime.shutdown_timeout(END);
         })?;
         let trust_domain = Arc::clone(&manner.trust_domain);
         let tunnels = Tunnels::start(settings, Arc::clone(&store), deaths)?;
