@@ -124,6 +124,7 @@ impl Mesh {
             let is_unsure = draft.trouble.is_some();
             let failed = self.annotate(held, &members, &placed, &draft.problems, is_unsure);
             draft.left_out.extend(failed);
+            draft.left_out.extend(self.untold(&placed));
         }
         let mut flags = placed.enrolled.iter().map(|(_, _, flags)| flags);
         let by_sockets = flags.any(|flags| flags & Enrolled::PROXY != 0);
