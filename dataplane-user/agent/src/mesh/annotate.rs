@@ -69,9 +69,8 @@ impl Mesh {
             return None;
         }
         let mut enrolled = placed.enrolled.iter();
-        let (first, ..) = enrolled.find(|(member, _, flags)| {
-            accepts_tunnels(*flags) && !member.workload.speaks_hbone
-        })?;
+        let (first, ..) = enrolled
+            .find(|(member, _, flags)| accepts_tunnels(*flags) && !member.workload.speaks_hbone)?;
         Some(format!(
             "connections to captured Pods without the annotation ambient.istio.io/redirection: enabled are in plaintext, such \
              as to {}, although mesh.identity is set: set mesh.announce: true, with the Kubernetes API as the source, or set \

@@ -19,6 +19,7 @@ scenarios! {
     another_root_is_refused,
     without_the_other_agent_it_is_refused,
     tunnels_survive_another_agent,
+    status_names_pods_that_nothing_announces,
 }
 
 /// Plaintext that each request of `probe http` has.
@@ -244,4 +245,24 @@ fn tunnels_survive_another_agent() -> Result<()> {
         before.wait().context("an agent that was replaced")?;
     }
     Ok(())
+}
+
+/// The manifests lack the annotation, and nothing else writes it.
+fn status_names_pods_that_nothing_announces() -> Result<()> {
+    let world = World::new(["ca", "ca"])?;
+    let warned = |wanted: bool| {
+        eventually(|| {
+            let status = world.agents[0].status()?;
+            let status = String::from_utf8_lossy(&status.stdout).into_owned();
+            let is_named = status.contains("are in plaintext, such as to default/app,");
+            ensure!(is_named == wanted, "{status}");
+            Ok(())
+        })
+    };
+    reaches(world.app(), "10.244.2.5:80", "http", &["far"])?;
+    warned(false)?;
+    let mut pod = object(world.app(), "node1", true);
+    pod["metadata"]["annotations"] = json!({});
+    world.manifests.write_with(&[], &[pod])?;
+    warned(true)
 }
