@@ -203,6 +203,11 @@ impl Attached {
         })
     }
 
+    /// The workload, as an index judges it.
+    pub fn own(&self) -> (u64, &Arc<Workload>) {
+        (self.id, &self.workload)
+    }
+
     /// Whether a service's source ranges admit the connections of the workload. `client`: the address of the
     /// connection's client, which counts only if the workload's addresses are unknown.
     pub fn is_admitted(&self, target: &Target, client: IpAddr) -> bool {

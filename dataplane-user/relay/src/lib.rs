@@ -118,7 +118,7 @@ impl Relay {
         let entries = self.entries();
         new.keep_policies(&entries.iter().map(|entry| entry.attached.id).collect());
         let mut attached = entries.iter().filter(|entry| entry.is_in_use());
-        let has_changed = attached.any(|entry| new.judges_anew(&before, &entry.attached));
+        let has_changed = attached.any(|entry| new.judges_anew(&before, entry.attached.own()));
         if has_changed {
             self.policies.fetch_add(1, Ordering::Release);
         }

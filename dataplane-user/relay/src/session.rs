@@ -250,7 +250,9 @@ impl Session {
         let (attached, peer) = (self.attached(), self.peer.as_deref());
         match self.direction {
             Direction::Outbound => Ok(()),
-            Direction::Inbound => index.authorize(attached, peer, self.client, self.destination),
+            Direction::Inbound => {
+                index.authorize(attached.own(), peer, self.client, self.destination)
+            }
         }
     }
 
@@ -259,7 +261,14 @@ impl Session {
         let is_inbound = self.direction == Direction::Inbound;
         let (attached, client) = (self.attached(), self.client);
         is_inbound
-            .then(|| index.forbids(attached, self.peer.as_deref(), client, self.destination))
+            .then(|| {
+                index.forbids(
+                    attached.own(),
+                    self.peer.as_deref(),
+                    client,
+                    self.destination,
+                )
+            })
             .flatten()
     }
 

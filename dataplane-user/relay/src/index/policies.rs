@@ -11,7 +11,7 @@ use model::{
     authorization::{Connection, Policies, PolicyName, Reason},
 };
 
-use super::{super::attachment::Attached, Index};
+use super::Index;
 
 /// The reason why a workload's policies refuse a connection.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -51,12 +51,15 @@ impl Judged {
     }
 }
 
+/// An attached workload: the number of its attachment, and the workload as it was attached.
+pub type Own<'a> = (u64, &'a Arc<Workload>);
+
 impl Index {
     /// Returns the policies of an attached workload. They are found once for each workload and change of Istio's objects.
-    pub fn policies(&self, attached: &Attached) -> Arc<Policies> {
-        let workload = self.present(attached);
+    pub fn policies(&self, own: Own<'_>) -> Arc<Policies> {
+        let workload = self.present(own);
         let mut found = self.judged.lock();
-        if let Some((of, policies)) = found.get(&attached.id)
+        if let Some((of, policies)) = found.get(&own.0)
             && Arc::ptr_eq(of, workload)
         {
             return Arc::clone(policies);
@@ -65,7 +68,7 @@ impl Index {
         let policies = istio.policies_of(workload.name.namespace(), &workload.labels);
         let policies = Arc::new(policies);
         let entry = (Arc::clone(workload), Arc::clone(&policies));
-        found.insert(attached.id, entry);
+        found.insert(own.0, entry);
         policies
     }
 
@@ -77,14 +80,14 @@ impl Index {
     /// The policies refuse the connection.
     pub fn authorize(
         &self,
-        attached: &Attached,
+        own: Own<'_>,
         peer: Option<&Identity>,
         client: SocketAddr,
         destination: SocketAddr,
     ) -> Result<(), Denied> {
-        let policies = self.policies(attached);
+        let policies = self.policies(own);
         let decision = policies.decide(&Connection::new(peer, client.ip(), destination));
-        let workload = &attached.workload.name;
+        let workload = &own.1.name;
         for reason in decision.dry_run.iter().filter(|of| !of.is_allowed()) {
             self.denials.count(workload, *reason, true);
         }
@@ -99,24 +102,23 @@ impl Index {
     /// that can no longer be read end no connection.
     pub fn forbids(
         &self,
-        attached: &Attached,
+        own: Own<'_>,
         peer: Option<&Identity>,
         client: SocketAddr,
         destination: SocketAddr,
     ) -> Option<Denied> {
-        let policies = self.policies(attached);
+        let policies = self.policies(own);
         let decision = policies.decide(&Connection::new(peer, client.ip(), destination));
         if decision.is_allowed() || decision.reason == Reason::Unread {
             return None;
         }
-        self.denials
-            .count(&attached.workload.name, decision.reason, false);
+        self.denials.count(&own.1.name, decision.reason, false);
         Some(decision.reason.into())
     }
 
     /// Returns whether a workload has other policies than by a former index.
-    pub(crate) fn judges_anew(&self, before: &Self, attached: &Attached) -> bool {
-        self.policies(attached) != before.policies(attached)
+    pub(crate) fn judges_anew(&self, before: &Self, own: Own<'_>) -> bool {
+        self.policies(own) != before.policies(own)
     }
 
     /// Forgets the policies of workloads that are no longer attached.
@@ -143,8 +145,7 @@ impl Index {
 
     /// The attached workload as the snapshot has it, with its present labels; or as it was attached, if the snapshot has
     /// another one of its name.
-    fn present<'a>(&'a self, attached: &'a Attached) -> &'a Arc<Workload> {
-        let own = &attached.workload;
+    fn present<'a>(&'a self, (_, own): Own<'a>) -> &'a Arc<Workload> {
         let known = self.snapshot.workloads.get(&own.name);
         known.filter(|known| known.uid == own.uid).unwrap_or(own)
     }
@@ -160,7 +161,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        AccessLog, Attachment, Direction, Flag, Limits, Log, Permit, Session, limits::Holders,
+        AccessLog, Attached, Attachment, Direction, Flag, Limits, Log, Permit, Session,
+        limits::Holders,
     };
 
     fn workload(labels: &[(&str, &str)]) -> Arc<Workload> {
@@ -225,7 +227,7 @@ mod tests {
     fn judge(index: &Index, attached: &Attached, client: &str) -> String {
         let client = SocketAddr::new(client.parse().unwrap(), 4000);
         let to = "10.0.0.1:80".parse().unwrap();
-        let denied = index.authorize(attached, None, client, to);
+        let denied = index.authorize(attached.own(), None, client, to);
         denied.map_or_else(|denied| denied.to_string(), |()| "allowed".to_owned())
     }
 
@@ -291,9 +293,11 @@ mod tests {
             "10.0.0.9:1".parse().unwrap(),
             "10.0.0.1:80".parse().unwrap(),
         );
-        let denied = index.authorize(&attached, None, client, to).unwrap_err();
+        let denied = index
+            .authorize(attached.own(), None, client, to)
+            .unwrap_err();
         assert!(denied.is_unread && denied.policy.is_none());
-        assert_eq!(index.forbids(&attached, None, client, to), None);
+        assert_eq!(index.forbids(attached.own(), None, client, to), None);
         assert!(index.denials().totals().is_empty());
     }
 
@@ -330,17 +334,17 @@ mod tests {
         let attached = attached();
         let mut snapshot = snapshot(&[policy(Action::Deny, false, "::/0")]);
         let first = Index::default().updated(snapshot.clone());
-        let policies = first.policies(&attached);
+        let policies = first.policies(attached.own());
         snapshot.problems = Arc::default();
         let second = first.updated(snapshot.clone());
-        assert!(Arc::ptr_eq(&policies, &second.policies(&attached)));
-        assert!(!second.judges_anew(&first, &attached));
+        assert!(Arc::ptr_eq(&policies, &second.policies(attached.own())));
+        assert!(!second.judges_anew(&first, attached.own()));
         // Labels that no policy selects.
         let other = workload(&[("app", "db")]);
         snapshot.workloads.insert(other.name.clone(), other);
         let third = second.updated(snapshot.clone());
-        assert!(third.judges_anew(&second, &attached));
-        assert!(third.policies(&attached).authorizations.is_empty());
+        assert!(third.judges_anew(&second, attached.own()));
+        assert!(third.policies(attached.own()).authorizations.is_empty());
         // Another pod of this name: the attached one keeps its labels.
         let mut other = (*workload(&[("app", "db")])).clone();
         other.uid = model::Uid::parse("8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b60");
@@ -348,7 +352,7 @@ mod tests {
             .workloads
             .insert(other.name.clone(), Arc::new(other));
         let fourth = third.updated(snapshot);
-        assert_eq!(*fourth.policies(&attached), *policies);
+        assert_eq!(*fourth.policies(attached.own()), *policies);
         fourth.keep_policies(&HashSet::new());
         assert!(fourth.judged.lock().is_empty());
     }
