@@ -307,6 +307,7 @@ async fn handshake<I: Identities + 'static, A: Inbound>(
     let entry = core
         .registry
         .add(Direction::Inbound, own, proof, client, None, seen);
+    check.renew(&core.trust, client)?;
     Ok((connection, entry))
 }
 

@@ -304,6 +304,7 @@ impl<I: Identities + 'static> Outbound<I> {
             workload,
             seen,
         );
+        check.renew(&self.core.trust, to)?;
         let pooled = Pooled {
             requests,
             tunnel: Arc::clone(&entry.tunnel),

@@ -3,6 +3,7 @@
 //! Configurations are made for each handshake, because they hold whom the peer must be, and who it was.
 
 use std::{
+    net::SocketAddr,
     sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
@@ -26,6 +27,8 @@ use rustls::{
     version::TLS13,
 };
 use tokio::sync::watch;
+
+use super::error::Error;
 
 /// The protocol that both sides must choose.
 pub const H2: &[u8] = b"h2";
@@ -117,6 +120,23 @@ impl Check {
     /// The result; `None` before the peer has presented a certificate.
     pub fn result(&self) -> Option<&Result<Proof, PeerError>> {
         self.result.get()
+    }
+
+    /// Verifies the peer again if the roots have changed since the check was made. For a tunnel that the registry has: what
+    /// changes later ends it.
+    ///
+    /// # Errors
+    /// If the present roots cannot be read, or do not allow the peer.
+    pub fn renew(&self, trust: &Trust, to: SocketAddr) -> Result<(), Error> {
+        let verifier = trust.verifier().map_err(Error::Roots)?;
+        let Some(Ok(proof)) = self.result() else {
+            return Ok(());
+        };
+        if Arc::ptr_eq(&verifier, &self.verifier) {
+            return Ok(());
+        }
+        let verified = verifier.verify(&proof.chain, proof.at).map(drop);
+        verified.map_err(|cause| Error::Peer { to, cause })
     }
 
     fn verify(

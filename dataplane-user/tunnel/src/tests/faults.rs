@@ -1,12 +1,19 @@
 //! Peers that must be refused, and what is said of them.
 
-use std::time::{Duration, SystemTime};
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use http::{Method, StatusCode};
+use rustls::{pki_types::UnixTime, server::danger::ClientCertVerifier};
 use tokio::{io::AsyncWriteExt, net::TcpListener};
 
 use super::{fixture::*, raw::*};
-use crate::{Connect, Error, Phase, Refusal, Settings};
+use crate::{
+    Connect, Error, Phase, Refusal, Settings,
+    tls::{Check, Trust},
+};
 
 fn to_server(at: std::net::SocketAddr) -> Connect {
     to(at, at)
@@ -312,4 +319,22 @@ fn peers_that_stall_are_given_up_in_each_phase() {
             "{error}"
         );
     });
+}
+
+#[test]
+fn a_peer_that_is_revoked_during_its_handshake_is_refused() {
+    let certificates = Certificates::new();
+    let trust = Trust::new(certificates.roots.subscribe());
+    let check = Check::new(trust.verifier().unwrap(), None);
+    let (chain, at) = (&certificates.get("client").chain, nowhere().key.to);
+    let verified = check.verify_client_cert(&chain[0], &[], UnixTime::now());
+    verified.expect("it is valid");
+    check.renew(&trust, at).expect("nothing has changed");
+    let roots = certificates.authority.roots(&[2]);
+    certificates.roots.send_replace(Arc::new(roots));
+    check.renew(&trust, at).expect("another is revoked");
+    let roots = certificates.authority.roots(&[1]);
+    certificates.roots.send_replace(Arc::new(roots));
+    let error = check.renew(&trust, at).unwrap_err();
+    assert!(matches!(error, Error::Peer { .. }), "{error}");
 }
