@@ -25,6 +25,7 @@ pub use source::{Authority, AuthorityError, Issued, IstioCa, Source};
 pub use store::{Failed, Listed, Store};
 use tokio::sync::watch;
 pub use trust::TrustFiles;
+pub use validity::end;
 
 /// Why there is no certificate of an identity: what failed, where, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

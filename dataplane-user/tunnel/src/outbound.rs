@@ -308,7 +308,7 @@ impl<I: Identities + 'static> Outbound<I> {
         let pooled = Pooled {
             requests,
             tunnel: Arc::clone(&entry.tunnel),
-            until: own.not_after,
+            until: own.not_after.min(entry.tunnel.proof.until),
         };
         Ok((pooled, connection, entry))
     }

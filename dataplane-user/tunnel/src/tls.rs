@@ -96,6 +96,8 @@ pub struct Proof {
     pub chain: Arc<[CertificateDer<'static>]>,
     /// The time of the handshake.
     pub at: SystemTime,
+    /// When the peer's certificate ends: no stream begins later.
+    pub until: SystemTime,
 }
 
 /// Verifies the peer of one handshake, and keeps the result.
@@ -153,7 +155,13 @@ impl Check {
                 Some(expected) => identity::expect(peer, expected)?,
                 None => peer,
             };
-            Ok(Proof { peer, chain, at })
+            let until = identity::end(leaf)?;
+            Ok(Proof {
+                peer,
+                chain,
+                at,
+                until,
+            })
         });
         let result = found
             .as_ref()
