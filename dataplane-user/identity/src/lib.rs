@@ -19,13 +19,12 @@ use std::{future::Future, sync::Arc};
 
 pub use credential::Credential;
 use model::Identity;
-pub use peer::{PeerError, RootsError, Verifier, expect, verify_peer};
+pub use peer::{PeerError, RootsError, Verifier, end, expect, verify_peer};
 pub use roots::Roots;
 pub use source::{Authority, AuthorityError, Issued, IstioCa, Source};
 pub use store::{Failed, Listed, Store};
 use tokio::sync::watch;
 pub use trust::TrustFiles;
-pub use validity::end;
 
 /// Why there is no certificate of an identity: what failed, where, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -8,8 +8,6 @@ use std::{
 use rustls::pki_types::CertificateDer;
 use x509_parser::{certificate::X509Certificate, prelude::FromDer as _, time::ASN1Time};
 
-use crate::PeerError;
-
 /// Validity and serial number of a certificate.
 #[derive(Debug)]
 pub(crate) struct Validity {
@@ -40,17 +38,6 @@ impl Validity {
     pub(crate) fn includes(&self, time: SystemTime) -> bool {
         (self.not_before..self.not_after).contains(&time)
     }
-}
-
-/// The first second at which a certificate is not valid any more.
-///
-/// # Errors
-/// If the certificate cannot be read.
-pub fn end(certificate: &CertificateDer<'_>) -> Result<SystemTime, PeerError> {
-    let validity = Validity::of(certificate);
-    let validity = validity.map_err(|error| PeerError::Unreadable(error.into()))?;
-    // `notAfter` is part of the validity.
-    Ok(validity.not_after + Duration::from_secs(1))
 }
 
 /// A time of X.509. What is before 1970 is 1970.

@@ -204,8 +204,8 @@ fn a_client_without_certificate_is_refused() {
         let mut mesh = mesh();
         let mut config = client_config(&mesh.certificates);
         config.client_auth_cert_resolver =
-            std::sync::Arc::new(rustls::client::AlwaysResolvesClientRawPublicKeys::new(
-                std::sync::Arc::new(rustls::sign::CertifiedKey::new(
+            Arc::new(rustls::client::AlwaysResolvesClientRawPublicKeys::new(
+                Arc::new(rustls::sign::CertifiedKey::new(
                     vec![],
                     mesh.certificates.get("client").key.clone(),
                 )),
@@ -269,7 +269,7 @@ fn peers_that_stall_are_given_up_in_each_phase() {
         let error = mesh.connect(nowhere()).await.unwrap_err();
         assert!(matches!(error, Error::Connect { .. }), "{error}");
         let mut connect = nowhere();
-        connect.dial = std::sync::Arc::new(|_| Box::pin(std::future::pending()));
+        connect.dial = Arc::new(|_| Box::pin(std::future::pending()));
         let error = mesh.connect(connect).await.unwrap_err();
         assert!(
             matches!(
