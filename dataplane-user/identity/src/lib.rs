@@ -19,7 +19,7 @@ use std::{future::Future, sync::Arc};
 
 pub use credential::Credential;
 use model::Identity;
-pub use peer::{PeerError, RootsError, Verifier, expect, verify_peer};
+pub use peer::{PeerError, RootsError, Verifier, end, expect, verify_peer};
 pub use roots::Roots;
 pub use source::{Authority, AuthorityError, Issued, IstioCa, Source};
 pub use store::{Failed, Listed, Store};

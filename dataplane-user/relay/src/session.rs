@@ -199,11 +199,12 @@ impl Session {
         self.peer = Some(Box::new(peer));
     }
 
-    /// How the chosen endpoint is reached, if the process has tunnels. A workload without an identity makes none.
+    /// How the chosen endpoint is reached, if there are tunnels: none without an identity, none to the workload itself.
     pub fn way(&self, index: &Index) -> Way {
-        let has_identity = !self.attached().workload.account.is_empty();
+        let (workload, ip) = (&self.attached().workload, self.endpoint.ip());
+        let may_tunnel = !workload.account.is_empty() && !workload.addresses.contains(&ip);
         match self.direction {
-            Direction::Outbound if has_identity => index.way(self.endpoint.ip()),
+            Direction::Outbound if may_tunnel => index.way(ip),
             _ => Way::Plain,
         }
     }

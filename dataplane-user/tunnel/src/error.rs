@@ -138,7 +138,9 @@ fn meaning(status: StatusCode) -> &'static str {
     match status {
         StatusCode::BAD_REQUEST => ": the address is not the peer's, or the request is wrong",
         StatusCode::UNAUTHORIZED => ": a policy at the peer denies it",
-        StatusCode::SERVICE_UNAVAILABLE => ": the application does not accept connections",
+        StatusCode::SERVICE_UNAVAILABLE => {
+            ": the application does not accept connections, or its side is not ready or at its limit"
+        }
         _ => "",
     }
 }

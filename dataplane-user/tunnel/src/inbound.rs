@@ -6,6 +6,7 @@ use std::{
     io,
     net::{IpAddr, SocketAddr, TcpListener},
     sync::{Arc, Mutex, PoisonError},
+    time::SystemTime,
 };
 
 use bytes::Bytes;
@@ -71,7 +72,7 @@ pub enum Refusal {
     BadRequest,
     /// A policy denies it: 401.
     Denied,
-    /// The application does not accept the connection: 503.
+    /// The application does not accept the connection, or the peer's certificate has expired since the handshake: 503.
     Unavailable,
 }
 
@@ -307,6 +308,7 @@ async fn handshake<I: Identities + 'static, A: Inbound>(
     let entry = core
         .registry
         .add(Direction::Inbound, own, proof, client, None, seen);
+    check.renew(&core.trust, client)?;
     Ok((connection, entry))
 }
 
@@ -340,6 +342,10 @@ async fn serve<I: Identities + 'static, A: Inbound>(
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut is_told = false;
     loop {
+        if !is_told && tunnel.proof.until <= SystemTime::now() {
+            is_told = true;
+            connection.graceful_shutdown();
+        }
         tokio::select! {
             stream = connection.accept() => match stream {
                 Some(Ok((request, respond))) => {
@@ -415,6 +421,10 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
             refuse(&mut respond, Refusal::BadRequest);
             return;
         };
+        if self.lease.0.proof.until <= SystemTime::now() {
+            refuse(&mut respond, Refusal::Unavailable);
+            return;
+        }
         let connect = self.served.inbound.connect(Request {
             peer: self.lease.0.proof.peer.clone(),
             client: self.client,

@@ -21,7 +21,10 @@ mod tls;
 mod tunnel;
 mod workers;
 
-use std::{io, net::TcpListener, sync::Arc, thread::available_parallelism, time::Duration};
+use std::{
+    io, net::TcpListener, panic::resume_unwind, sync::Arc, thread::available_parallelism,
+    time::Duration,
+};
 
 pub use copy::{Ended, Flow, Stream};
 pub use engine::{Engine, Manner};
@@ -33,6 +36,7 @@ pub use outbound::{Connect, Dial, Outbound};
 pub use pool::Key;
 use threads::Deaths;
 pub use tls::provider;
+use tokio::task::spawn_blocking;
 pub use tunnel::Tunnel;
 
 use self::{
@@ -146,9 +150,15 @@ impl<I: Identities + 'static> Tunnels<I> {
                 let Some(core) = follower.upgrade() else {
                     return;
                 };
-                // Roots that cannot be read allow no new tunnel. The ones that are up were allowed.
-                if let Ok(verifier) = core.trust.verifier() {
-                    core.registry.end_untrusted(&verifier);
+                // A thread of its own: with many tunnels it takes long, and this one carries data.
+                let ended = spawn_blocking(move || {
+                    // Roots that cannot be read allow no new tunnel. The ones that are up were allowed.
+                    if let Ok(verifier) = core.trust.verifier() {
+                        core.registry.end_untrusted(&verifier);
+                    }
+                });
+                if let Err(error) = ended.await {
+                    resume_unwind(error.into_panic());
                 }
             }
         });

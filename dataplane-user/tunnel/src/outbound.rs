@@ -304,10 +304,11 @@ impl<I: Identities + 'static> Outbound<I> {
             workload,
             seen,
         );
+        check.renew(&self.core.trust, to)?;
         let pooled = Pooled {
             requests,
             tunnel: Arc::clone(&entry.tunnel),
-            until: own.not_after,
+            until: own.not_after.min(entry.tunnel.proof.until),
         };
         Ok((pooled, connection, entry))
     }

@@ -38,7 +38,7 @@ pub struct Pooled {
     pub requests: SendRequest<Bytes>,
     /// The tunnel.
     pub tunnel: Arc<Tunnel>,
-    /// When the certificate of this side ends: streams that begin later take another tunnel.
+    /// When the certificate of one side ends: streams that begin later take another tunnel.
     pub until: SystemTime,
 }
 

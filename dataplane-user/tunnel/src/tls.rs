@@ -3,6 +3,7 @@
 //! Configurations are made for each handshake, because they hold whom the peer must be, and who it was.
 
 use std::{
+    net::SocketAddr,
     sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError},
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
@@ -26,6 +27,8 @@ use rustls::{
     version::TLS13,
 };
 use tokio::sync::watch;
+
+use super::error::Error;
 
 /// The protocol that both sides must choose.
 pub const H2: &[u8] = b"h2";
@@ -93,6 +96,8 @@ pub struct Proof {
     pub chain: Arc<[CertificateDer<'static>]>,
     /// The time of the handshake.
     pub at: SystemTime,
+    /// When the peer's certificate ends: no stream begins later.
+    pub until: SystemTime,
 }
 
 /// Verifies the peer of one handshake, and keeps the result.
@@ -119,6 +124,23 @@ impl Check {
         self.result.get()
     }
 
+    /// Verifies the peer again if the roots have changed since the check was made. For a tunnel that the registry has: what
+    /// changes later ends it.
+    ///
+    /// # Errors
+    /// If the present roots cannot be read, or do not allow the peer.
+    pub fn renew(&self, trust: &Trust, to: SocketAddr) -> Result<(), Error> {
+        let verifier = trust.verifier().map_err(Error::Roots)?;
+        let Some(Ok(proof)) = self.result() else {
+            return Ok(());
+        };
+        if Arc::ptr_eq(&verifier, &self.verifier) {
+            return Ok(());
+        }
+        let verified = verifier.verify(&proof.chain, proof.at).map(drop);
+        verified.map_err(|cause| Error::Peer { to, cause })
+    }
+
     fn verify(
         &self,
         leaf: &CertificateDer<'_>,
@@ -133,7 +155,13 @@ impl Check {
                 Some(expected) => identity::expect(peer, expected)?,
                 None => peer,
             };
-            Ok(Proof { peer, chain, at })
+            let until = identity::end(leaf)?;
+            Ok(Proof {
+                peer,
+                chain,
+                at,
+                until,
+            })
         });
         let result = found
             .as_ref()

@@ -295,6 +295,17 @@ pub fn verify_peer(
     verifier.verify(chain, time)
 }
 
+/// The first second at which a certificate is not valid any more.
+///
+/// # Errors
+/// If the certificate cannot be read.
+pub fn end(certificate: &CertificateDer<'_>) -> Result<SystemTime, PeerError> {
+    let validity = Validity::of(certificate);
+    let validity = validity.map_err(|error| PeerError::Unreadable(error.into()))?;
+    // `notAfter` is part of the validity.
+    Ok(validity.not_after + Duration::from_secs(1))
+}
+
 /// Compares the identity that a peer proved with those that the destination may have.
 ///
 /// # Errors

@@ -107,6 +107,13 @@ impl Inbound for Arrive {
         let (_, index) = self.shared.relay.index();
         session.reached(&index);
         entry.reached(session);
+        // Policies that came while it connected were judged without it.
+        let (_, index) = self.shared.relay.index();
+        if entry.judge(&index) {
+            socket::reset_on_close(&socket);
+            entry.end(Ended::Ended);
+            return Err(Refusal::Denied);
+        }
         let flow: Arc<Flow> = Arc::clone(entry.flow());
         Ok(Accepted {
             socket,

@@ -53,6 +53,21 @@ impl One {
         self.flow.end();
     }
 
+    /// Ends it if policies forbid it by now, and returns whether they do.
+    fn judge(&self, index: &Index) -> bool {
+        let mut state = self.state();
+        let Some(session) = &mut state.session else {
+            return false;
+        };
+        let Some(denied) = session.forbidden(index) else {
+            return false;
+        };
+        session.deny(denied);
+        drop(state);
+        self.end(Flag::Denied);
+        true
+    }
+
     /// From the client, and to the client.
     fn bytes(&self) -> [u64; 2] {
         let [from_socket, to_socket] = self.flow.bytes();
@@ -120,15 +135,7 @@ impl Live {
     /// Resets the connections that policies forbid by now.
     pub fn judge(&self, index: &Index) {
         for one in self.all() {
-            let mut state = one.state();
-            let Some(session) = &mut state.session else {
-                continue;
-            };
-            if let Some(denied) = session.forbidden(index) {
-                session.deny(denied);
-                drop(state);
-                one.end(Flag::Denied);
-            }
+            one.judge(index);
         }
     }
 
@@ -165,6 +172,11 @@ impl Entry {
         let mut state = self.one.state();
         state.session = Some(session);
         state.since = Instant::now();
+    }
+
+    /// Ends the connection if policies forbid it by now, and returns whether they do.
+    pub fn judge(&self, index: &Index) -> bool {
+        self.one.judge(index)
     }
 
     /// Why it is ended by this side.

@@ -99,6 +99,11 @@ fn service(vip: SocketAddr, endpoint: SocketAddr) -> Service {
 
 impl World {
     fn new() -> Self {
+        Self::with_client(&[])
+    }
+
+    /// With these addresses of the client.
+    fn with_client(addresses: &[Ipv4Addr]) -> Self {
         let log = Lines::default();
         let plain = Settings {
             workers: 1,
@@ -125,7 +130,7 @@ impl World {
         let engine = Engine::with_port(made, relay, manner, tunnels.port());
         proxy.tunnel_by(Arc::clone(&engine) as _);
         let mut snapshot = Snapshot::default();
-        let (client, server) = (workload("client", &[]), workload("server", &[SERVER]));
+        let (client, server) = (workload("client", addresses), workload("server", &[SERVER]));
         for of in [&client, &server] {
             snapshot.workloads.insert(of.name.clone(), Arc::clone(of));
         }
@@ -216,6 +221,16 @@ fn a_connection_goes_through_a_tunnel_with_what_was_read_before() {
         assert!(line.contains(bytes) && line.ends_with("flags=-"), "{line}");
         assert!(line.contains(&format!(" peer={peer} ")), "{line}");
     }
+}
+
+#[test]
+fn a_workload_reaches_itself_without_a_tunnel() {
+    let world = World::with_client(&[SERVER]);
+    let (client, mut server) = (world.connect(), world.accept());
+    server.write_all(b"answer").unwrap();
+    drop(server);
+    assert_eq!(read(&client).unwrap(), "answer");
+    assert!(world.engine.tunnels().tunnels().is_empty());
 }
 
 #[test]

@@ -1,12 +1,19 @@
 //! Peers that must be refused, and what is said of them.
 
-use std::time::{Duration, SystemTime};
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use http::{Method, StatusCode};
+use rustls::{pki_types::UnixTime, server::danger::ClientCertVerifier};
 use tokio::{io::AsyncWriteExt, net::TcpListener};
 
 use super::{fixture::*, raw::*};
-use crate::{Connect, Error, Phase, Refusal, Settings};
+use crate::{
+    Connect, Error, Phase, Refusal, Settings,
+    tls::{Check, Trust},
+};
 
 fn to_server(at: std::net::SocketAddr) -> Connect {
     to(at, at)
@@ -197,8 +204,8 @@ fn a_client_without_certificate_is_refused() {
         let mut mesh = mesh();
         let mut config = client_config(&mesh.certificates);
         config.client_auth_cert_resolver =
-            std::sync::Arc::new(rustls::client::AlwaysResolvesClientRawPublicKeys::new(
-                std::sync::Arc::new(rustls::sign::CertifiedKey::new(
+            Arc::new(rustls::client::AlwaysResolvesClientRawPublicKeys::new(
+                Arc::new(rustls::sign::CertifiedKey::new(
                     vec![],
                     mesh.certificates.get("client").key.clone(),
                 )),
@@ -262,7 +269,7 @@ fn peers_that_stall_are_given_up_in_each_phase() {
         let error = mesh.connect(nowhere()).await.unwrap_err();
         assert!(matches!(error, Error::Connect { .. }), "{error}");
         let mut connect = nowhere();
-        connect.dial = std::sync::Arc::new(|_| Box::pin(std::future::pending()));
+        connect.dial = Arc::new(|_| Box::pin(std::future::pending()));
         let error = mesh.connect(connect).await.unwrap_err();
         assert!(
             matches!(
@@ -312,4 +319,22 @@ fn peers_that_stall_are_given_up_in_each_phase() {
             "{error}"
         );
     });
+}
+
+#[test]
+fn a_peer_that_is_revoked_during_its_handshake_is_refused() {
+    let certificates = Certificates::new();
+    let trust = Trust::new(certificates.roots.subscribe());
+    let check = Check::new(trust.verifier().unwrap(), None);
+    let (chain, at) = (&certificates.get("client").chain, nowhere().key.to);
+    let verified = check.verify_client_cert(&chain[0], &[], UnixTime::now());
+    verified.expect("it is valid");
+    check.renew(&trust, at).expect("nothing has changed");
+    let roots = certificates.authority.roots(&[2]);
+    certificates.roots.send_replace(Arc::new(roots));
+    check.renew(&trust, at).expect("another is revoked");
+    let roots = certificates.authority.roots(&[1]);
+    certificates.roots.send_replace(Arc::new(roots));
+    let error = check.renew(&trust, at).unwrap_err();
+    assert!(matches!(error, Error::Peer { .. }), "{error}");
 }

@@ -311,3 +311,27 @@ fn idle_streams_hold_little() {
         assert!(each < 64 << 10, "{each} bytes for an idle stream");
     });
 }
+
+#[test]
+fn a_tunnel_ends_after_the_certificate_of_its_peer() {
+    run(async {
+        let settings = Settings {
+            ping: Duration::from_millis(200),
+            ..settings()
+        };
+        let mesh = mesh_of(settings, |_| {});
+        let now = SystemTime::now();
+        let end = now + Duration::from_secs(3);
+        mesh.certificates
+            .set("client", 3, now - Duration::from_secs(60), end);
+        let echo = echo().await;
+        let (mut old, _) = mesh.open(echo).await;
+        round_trip(&mut old).await;
+        sleep(Duration::from_secs(5)).await;
+        // The stream that there is goes on; the tunnel ends with it.
+        round_trip(&mut old).await;
+        assert_eq!(mesh.server.tunnels().len(), 1);
+        drop(old);
+        until("it ends", || mesh.server.tunnels().is_empty()).await;
+    });
+}
