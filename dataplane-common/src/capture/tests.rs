@@ -670,7 +670,7 @@ fn tunnels_go_before_all_rules() {
         (tunnels | others, 15_006, None),
         (tunnels | others, 80, None),
         // Only the low half would be the port.
-        (tunnels | others, 15_008 | 1 << 16, None),
+        (tunnels | others, 15_008 + (1 << 16), None),
     ] {
         let local = Local {
             flags,

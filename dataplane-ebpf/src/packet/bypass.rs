@@ -15,6 +15,11 @@
 //! direction of the packet that comes first. So a connection from another host bypasses the stack only if the host is a pod by the
 //! node's configuration: rules that masquerade what pods send to others would apply to its answers.
 
+#![expect(
+    clippy::needless_borrows_for_generic_args,
+    reason = "a key that is passed by value takes 40 bytes of the stack"
+)]
+
 use aya_ebpf::bindings::BPF_FIB_LKUP_RET_SUCCESS;
 use dataplane_common::{
     Port,

@@ -149,7 +149,7 @@ pub fn release(ctx: &SockContext) {
             read_volatile(&raw const (*ctx.sock).protocol),
         )
     };
-    let port = Port::from_be(port as u16);
+    let port = Port::from_be(port);
     if port != Port::ANY && !ports::has(&PEER_PORTS, port) {
         return;
     }

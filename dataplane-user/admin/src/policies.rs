@@ -45,6 +45,9 @@ impl Asked {
 
 impl State {
     /// For `GET /policies`.
+    ///
+    /// # Errors
+    /// If the connection that is asked about is not complete.
     pub fn policies(&self, asked: &Asked) -> Result<api::Page<api::WorkloadPolicies>, String> {
         let client = asked.client()?;
         let snapshot = self.served().snapshot;
@@ -113,12 +116,11 @@ fn list(snapshot: &Snapshot, policies: &Policies) -> Vec<api::Policy> {
     };
     let custom = policies.custom.iter();
     let custom = custom.map(|name| policy(name, "CUSTOM", false, Vec::new()));
-    let authorizations = policies.authorizations.iter().map(|(name, of)| match of {
-        Some(of) => {
+    let authorizations = policies.authorizations.iter().map(|(name, of)| {
+        if let Some(of) = of {
             let rules = of.rules.iter().map(ToString::to_string).collect();
             policy(name, of.action.word(), of.dry_run, rules)
-        }
-        None => {
+        } else {
             let text = "is not known yet, so it refuses every connection".to_owned();
             policy(name, "DENY", false, vec![text])
         }

@@ -207,13 +207,11 @@ fn in_one<T>(
     entered: Option<io::Result<Opened>>,
     work: impl FnOnce() -> io::Result<T>,
 ) -> io::Result<io::Result<T>> {
-    match entered.transpose()? {
-        Some(opened) => opener::inside(namespace, opened, || Ok(work())),
-        None => {
-            setns(namespace, CloneFlags::CLONE_NEWNET)?;
-            Ok(work())
-        }
+    if let Some(opened) = entered.transpose()? {
+        return opener::inside(namespace, opened, || Ok(work()));
     }
+    setns(namespace, CloneFlags::CLONE_NEWNET)?;
+    Ok(work())
 }
 
 /// Whether the process or the name no longer exists.

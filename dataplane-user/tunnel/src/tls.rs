@@ -137,8 +137,8 @@ impl Check {
         if Arc::ptr_eq(&verifier, &self.verifier) {
             return Ok(());
         }
-        let verified = verifier.verify(&proof.chain, proof.at).map(drop);
-        verified.map_err(|cause| Error::Peer { to, cause })
+        let result = verifier.verify(&proof.chain, proof.at).map(drop);
+        result.map_err(|cause| Error::Peer { to, cause })
     }
 
     fn verify(

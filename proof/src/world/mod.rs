@@ -74,7 +74,7 @@ pub enum To {
 pub struct Pool {
     /// The endpoints, sorted.
     pub endpoints: Vec<Endpoint>,
-    /// The flags, of [`Block`].
+    /// The flags, of [`dataplane_common::tables::Block`].
     pub flags: u16,
     /// Session affinity's timeout; 0: none.
     pub affinity_seconds: u32,

@@ -443,8 +443,8 @@ mod tests {
             inbound: vec![socket()],
             tunnels: vec![socket()],
         };
-        let named = named(7, &listeners).unwrap();
-        let names: Vec<&str> = named.iter().map(|(name, _)| name.as_str()).collect();
+        let sockets = named(7, &listeners).unwrap();
+        let names: Vec<&str> = sockets.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["outbound 7 v4", "inbound 7 v4", "tunnels 7 v4"]);
     }
 }

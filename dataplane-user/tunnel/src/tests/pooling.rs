@@ -323,7 +323,7 @@ fn a_tunnel_ends_after_the_certificate_of_its_peer() {
         let now = SystemTime::now();
         let end = now + Duration::from_secs(3);
         mesh.certificates
-            .set("client", 3, now - Duration::from_secs(60), end);
+            .set("client", 3, now - Duration::from_mins(1), end);
         let echo = echo().await;
         let (mut old, _) = mesh.open(echo).await;
         round_trip(&mut old).await;
