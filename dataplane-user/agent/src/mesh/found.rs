@@ -145,9 +145,18 @@ impl Found {
         self.homes.get(*number)
     }
 
-    /// Whether a network namespace may exist: also if not all could be read.
+    /// Whether a pod's network namespace may exist: also if not all could be read, as for [`Found::trouble`].
     pub fn may_exist(&self, cookie: u64) -> bool {
-        self.seen.contains_key(&cookie) || !self.unread.is_empty()
+        self.seen.contains_key(&cookie) || self.failed().next().is_some()
+    }
+
+    /// The network namespaces that could not be read. Those of processes that the agent is not permitted to see do not count:
+    /// container runtimes name the namespaces of pods.
+    fn failed(&self) -> impl Iterator<Item = &(PathBuf, io::Error)> {
+        let is_denied = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
+        self.unread
+            .iter()
+            .filter(move |(_, error)| !is_denied(error))
     }
 
     /// Returns the network namespaces whose workload is known: all that could be read, if the places of all workloads
@@ -157,11 +166,9 @@ impl Found {
         told.copied().collect()
     }
 
-    /// Why some network namespaces could not be read. Namespaces of processes that the agent is not permitted to see do
-    /// not count: container runtimes name the namespaces of pods.
+    /// Why some network namespaces could not be read.
     pub fn trouble(&self) -> Option<String> {
-        let is_denied = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
-        let mut unread = self.unread.iter().filter(|(_, error)| !is_denied(error));
+        let mut unread = self.failed();
         let Some((path, error)) = unread.next() else {
             return self.unregistered.clone();
         };
@@ -203,10 +210,12 @@ mod tests {
         found.unread.push(("/proc/1/ns/net".into(), denied));
         assert_eq!(missing(&found), absent(true));
         assert_eq!(found.trouble(), None);
+        assert!(!found.may_exist(7));
         let full = io::Error::from_raw_os_error(libc::EMFILE);
         found.unread.push(("/proc".into(), full));
         let said = found.trouble().unwrap();
         assert!(said.contains("/proc:"), "{said}");
         assert_eq!(missing(&found), Missing::Unknown(said));
+        assert!(found.may_exist(7));
     }
 }
