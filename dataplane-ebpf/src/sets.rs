@@ -134,7 +134,7 @@ pub fn put<S: Sets<Record: Copy>>(owner: u64, record: &S::Record) -> bool {
         return false;
     };
     for (word, place) in ways {
-        // SAFETY: within the set, aligned to eight bytes; whoever has exchanged the word writes the record alone.
+        // SAFETY: within the set, aligned to eight bytes; only the program that has exchanged the word writes the record.
         unsafe {
             if read_volatile(word) == 0 && atomic::compare_exchange(word, 0, BEING_WRITTEN) == 0 {
                 *place = *record;

@@ -3,8 +3,8 @@
 use crate::Port;
 
 layout! {
-    /// What is known of packets between two ends, by the key of a flow; or of all flows from a source, at an interface, to an
-    /// address and port (source port 0).
+    /// The interfaces of a flow, by the flow's key; or those of all flows from a source, at an interface, to an address and port, by a
+    /// key with source port 0.
     #[repr(C)]
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Bypass {

@@ -101,12 +101,7 @@ fn read(skb: Skb, s: &mut Scratch) -> i32 {
         return bypass::send(skb, s);
     }
     s.may_bypass = 0;
-    s.flow.entered = 0;
     let action = arrived(skb, s, now);
-    if s.flow.entered != 0 {
-        // Here, where the stack has room.
-        bypass::forget_for_service(s);
-    }
     match deliver::conclude(skb, s, action, false) {
         Action::LeaveAlone if s.may_bypass != 0 && bypass::begins(skb, s, now) => {
             bypass::send(skb, s)

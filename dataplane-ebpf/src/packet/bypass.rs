@@ -22,7 +22,7 @@
 
 use aya_ebpf::bindings::BPF_FIB_LKUP_RET_SUCCESS;
 use dataplane_common::{
-    Port,
+    Addr, Port, VipPlace, decide,
     packet::{Bypass, FlowKey, PacketConfig, SourceKey, Tick},
 };
 
@@ -34,7 +34,10 @@ use super::{
     skb::{PACKET_HOST, Skb, difference, fold16},
     sources, table, ways,
 };
-use crate::tables::{BYPASS, PACKET_CONFIG};
+use crate::{
+    select::Live,
+    tables::{BYPASS, PACKET_CONFIG},
+};
 
 #[inline(always)]
 fn flags() -> u32 {
@@ -71,8 +74,8 @@ fn write_key(s: &mut Scratch, packet: &FlowKey) -> usize {
     1
 }
 
-/// Writes the key of all flows from the packet's source, at an interface, to its destination. So no pod changes what is known of
-/// another's flows.
+/// Writes the key of all flows from the packet's source, at an interface, to its destination. So no pod changes the
+/// entries for the flows of another pod.
 #[inline(always)]
 fn write_key_of_port(s: &mut Scratch, interface: u32) {
     s.bypass = s.packet.key;
@@ -80,7 +83,7 @@ fn write_key_of_port(s: &mut Scratch, interface: u32) {
     s.bypass.reserved = interface as u16;
 }
 
-/// Returns what is known by the key in `s`. An LRU's element may be reused while it is read: then one packet more, or one less,
+/// Returns the entry with the key in `s`. An LRU's element may be reused while it is read: then one packet more, or one less,
 /// goes through the stack.
 #[inline(always)]
 fn look(s: &Scratch) -> Option<Bypass> {
@@ -95,6 +98,7 @@ pub fn is_known(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
         || s.packet.fragment != WHOLE
         || s.packet.is_syn()
         || skb.kind() != PACKET_HOST
+        || may_be_of_service(&s.packet.key)
     {
         return false;
     }
@@ -124,18 +128,32 @@ pub fn is_known(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
     leads(skb, s, leaves)
 }
 
-/// Whether a connection with the ends of this key, or of its reverse, has bypassed the stack lately. So a flow to a service does not
-/// take its answers.
+/// Whether an end of a flow may be a service's address, or one of the node's with node ports. Packets of such flows need no lookup in
+/// the table: almost all of them belong to services, or to this host.
 #[inline(always)]
-pub fn is_live(key: &FlowKey) -> bool {
-    flags() & PacketConfig::BYPASS != 0 && packet_is_bypass_live(key) != 0
+fn may_be_of_service(key: &FlowKey) -> bool {
+    may_be_vip(key.dst) || may_be_vip(key.src)
 }
 
-/// [`is_live`]. With external linkage, as in `table.rs`.
+#[inline(always)]
+fn may_be_vip(addr: Addr) -> bool {
+    let place = VipPlace::of(addr);
+    place.is_set(decide::Tables::vips(&Live, place.index()))
+}
+
+/// Whether a connection with the ends of this key, or of its reverse, has bypassed the stack lately: then a flow to a service must not
+/// have these answers. Forgets an older connection, because the answers now belong to the flow.
+#[inline(always)]
+pub fn has_answers(key: &FlowKey) -> bool {
+    flags() & PacketConfig::BYPASS != 0 && packet_has_bypass(key) != 0
+}
+
+/// [`has_answers`]. With external linkage, as in `table.rs`. The key is on the stack: Linux 6.1 takes no key from the memory that such
+/// a function gets.
 // SAFETY: no other function of the programs has this name.
 #[unsafe(no_mangle)]
 #[inline(never)]
-extern "C" fn packet_is_bypass_live(key: *const FlowKey) -> u32 {
+extern "C" fn packet_has_bypass(key: *const FlowKey) -> u32 {
     // SAFETY: a key, or null: the verifier sees to it where it is called.
     let Some(key) = (unsafe { key.as_ref() }) else {
         return 0;
@@ -148,11 +166,15 @@ extern "C" fn packet_is_bypass_live(key: *const FlowKey) -> u32 {
         (src_port, dst_port) = (dst_port, src_port);
     }
     let ordered = FlowKey::new(*src, src_port, *dst, dst_port, key.protocol);
+    let Some(found) = BYPASS.get_ptr(&ordered) else {
+        return 0;
+    };
     // SAFETY: as in `look`.
-    let found = BYPASS
-        .get_ptr(&ordered)
-        .map(|found| unsafe { (*found).since });
-    u32::from(found.is_some_and(|since| Bypass::is_live(since, now())))
+    if Bypass::is_live(unsafe { (*found).since }, now()) {
+        return 1;
+    }
+    let _ = BYPASS.remove(&ordered);
+    0
 }
 
 /// Finds the packet's way, and whether it can go by this interface.
@@ -224,7 +246,7 @@ fn is_shown(skb: Skb, s: &mut Scratch) -> bool {
 #[inline(never)]
 fn may_begin(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
     let key = &s.packet.key;
-    if key.src_port.host() == 0 {
+    if key.src_port.host() == 0 || may_be_of_service(key) {
         return false;
     }
     if !is_pods(skb) {
@@ -293,27 +315,6 @@ fn add(s: &mut Scratch, [arrives, leaves]: [u32; 2], now: u32) -> bool {
         reserved: 0,
     };
     BYPASS.insert(&s.bypass, &flow, 0).is_ok()
-}
-
-/// Forgets flows with the ends of a service's flow, which now has its packets and its answers.
-#[inline(never)]
-pub fn forget_for_service(s: &mut Scratch) {
-    if flags() & PacketConfig::BYPASS != 0 {
-        let key = s.packet.key;
-        write_key(s, &key);
-        remove(s);
-        let answers = s.flow.reply_key();
-        write_key(s, &answers);
-        remove(s);
-    }
-}
-
-/// Removes the entry with the key in `s`, which is hardly ever there: a look takes no lock.
-#[inline(always)]
-fn remove(s: &Scratch) {
-    if BYPASS.get_ptr(&s.bypass).is_some() {
-        let _ = BYPASS.remove(&s.bypass);
-    }
 }
 
 /// Sends a packet on its way.

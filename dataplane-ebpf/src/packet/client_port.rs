@@ -35,7 +35,7 @@ extern "C" fn packet_client_port(flow: *mut Flow, now: u32) -> u32 {
 /// Whether another live flow has the flow's replies: a service's, or one that bypasses the stack.
 #[inline(always)]
 fn is_taken(flow: &Flow, now: Tick) -> bool {
-    flow.replies_taken(now) || bypass::is_live(&flow.reply_key())
+    flow.replies_taken(now) || bypass::has_answers(&flow.reply_key())
 }
 
 /// Gives the flow a port at random from the range of the client's own port, which no live flow of the client to the

@@ -53,8 +53,6 @@ pub struct Flow {
     pub cell: u32,
     /// Its cell, if a request has led to it or begun it.
     pub request_cell: u32,
-    /// Whether it was entered just now: 1 or 0.
-    pub entered: u32,
 }
 
 impl Flow {
@@ -160,7 +158,6 @@ impl Flow {
     #[inline(never)]
     pub fn publish(&mut self, index: u32, now: Tick, first: &Segment) {
         self.request_cell = index;
-        self.entered = 1;
         let value = self.translation(now, seen::PACKET);
         // Packets that find the flow must find this, too, if they look at it. Otherwise the write is the last one: no exchange
         // then waits for its cache line.

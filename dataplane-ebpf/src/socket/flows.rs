@@ -177,7 +177,7 @@ fn keep<F: Family>(call: &SockAddr<F>, owner: u64, new: &Peer) -> bool {
     if !unsafe { FLOWS.get_ptr_mut(&call.ctx) }.is_null() {
         return false;
     }
-    // First, because whoever reads the flow looks at the bit first.
+    // First, because programs that read the flow look at the bit first.
     ports::mark(&PEER_PORTS, new.endpoint_port);
     if !sets::put::<PeerSets>(owner, new) {
         return false;
