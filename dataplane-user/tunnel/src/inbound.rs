@@ -27,12 +27,12 @@ use tokio::{
 use tokio_rustls::TlsAcceptor;
 
 use super::{
-    Core, FRAME, HEADERS, READ, SMALL_FRAMES, STREAMS, TUNNEL_WINDOW, WINDOW,
-    copy::{Ended, Flow, LARGE, Stream},
+    Core, READ,
+    copy::{Ended, Flow, Stream},
     error::{Error, Phase},
     guard::{Bucket, Guard, Seen},
     outbound::{other, tls_failed},
-    tls::{self, Check, H2},
+    tls::{self, Check},
     tunnel::{self, Lease, Pulse},
     workers::{Worker, least},
 };
@@ -279,28 +279,10 @@ async fn handshake<I: Identities + 'static, A: Inbound>(
         .accept(socket)
         .await
         .map_err(failed)?;
-    let Some(Ok(proof)) = check.result().cloned() else {
-        return Err(failed(io::Error::other(
-            "the peer presented no certificate",
-        )));
-    };
-    if stream.get_ref().1.alpn_protocol() != Some(H2) {
-        return Err(Error::NotH2 {
-            to: client,
-            cause: "it does not offer `h2` in TLS".into(),
-        });
-    }
-    stream.get_mut().1.set_buffer_limit(Some(LARGE));
+    let proof = check.complete(stream.get_mut().1, client)?;
     let seen = Arc::new(Seen::default());
     let stream = Guard::new(stream, true, Arc::clone(&seen));
-    let connection = server::Builder::new()
-        .initial_window_size(WINDOW)
-        .initial_connection_window_size(TUNNEL_WINDOW)
-        .max_frame_size(FRAME)
-        .max_header_list_size(HEADERS)
-        .max_send_buffer_size(LARGE)
-        .data_frame_budget(SMALL_FRAMES)
-        .max_concurrent_streams(STREAMS)
+    let connection = limited!(server::Builder::new())
         .handshake(stream)
         .await
         .map_err(|cause| super::outbound::broken(client, Arc::new(cause), &seen))?;

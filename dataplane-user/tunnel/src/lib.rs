@@ -8,6 +8,21 @@
 
 #![forbid(unsafe_code)]
 
+/// Sets the limits of a tunnel in a builder of an HTTP/2 connection: the library's builders of both sides have no trait in
+/// common.
+macro_rules! limited {
+    ($builder:expr) => {
+        $builder
+            .initial_window_size(crate::copy::WINDOW)
+            .initial_connection_window_size(crate::TUNNEL_WINDOW)
+            .max_frame_size(crate::FRAME)
+            .max_header_list_size(crate::HEADERS)
+            .max_send_buffer_size(crate::copy::LARGE)
+            .data_frame_budget(crate::SMALL_FRAMES)
+            .max_concurrent_streams(crate::STREAMS)
+    };
+}
+
 mod copy;
 mod engine;
 mod error;

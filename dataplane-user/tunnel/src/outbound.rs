@@ -26,12 +26,12 @@ use tokio::{
 use tokio_rustls::TlsConnector;
 
 use super::{
-    Core, FRAME, HEADERS, READ, SMALL_FRAMES, STREAMS, TUNNEL_WINDOW, WINDOW,
-    copy::{LARGE, Stream},
+    Core, READ,
+    copy::Stream,
     error::{Error, Phase},
     guard::{Guard, Seen},
     pool::{Found, Key, Pool, Pooled, Progress},
-    tls::{self, Check, H2},
+    tls::{self, Check},
     tunnel::{Entry, Lease, Pulse, Tunnel},
     workers::Worker,
 };
@@ -268,28 +268,10 @@ impl<I: Identities + 'static> Outbound<I> {
         let name = ServerName::IpAddress(IpAddr::V4(Ipv4Addr::UNSPECIFIED).into());
         let socket = BufReader::with_capacity(READ, socket);
         let mut stream = connector.connect(name, socket).await.map_err(tls_failed)?;
-        let Some(Ok(proof)) = check.result().cloned() else {
-            return Err(tls_failed(io::Error::other(
-                "the peer presented no certificate",
-            )));
-        };
-        if stream.get_ref().1.alpn_protocol() != Some(H2) {
-            return Err(Error::NotH2 {
-                to,
-                cause: "it does not offer `h2` in TLS".into(),
-            });
-        }
-        stream.get_mut().1.set_buffer_limit(Some(LARGE));
+        let proof = check.complete(stream.get_mut().1, to)?;
         let seen = Arc::new(Seen::default());
         let stream = Guard::new(stream, false, Arc::clone(&seen));
-        let handshake = client::Builder::new()
-            .initial_window_size(WINDOW)
-            .initial_connection_window_size(TUNNEL_WINDOW)
-            .max_frame_size(FRAME)
-            .max_header_list_size(HEADERS)
-            .max_send_buffer_size(LARGE)
-            .data_frame_budget(SMALL_FRAMES)
-            .max_concurrent_streams(STREAMS)
+        let handshake = limited!(client::Builder::new())
             .enable_push(false)
             .handshake(stream);
         let (requests, connection) = handshake

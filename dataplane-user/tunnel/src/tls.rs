@@ -3,6 +3,7 @@
 //! Configurations are made for each handshake, because they hold whom the peer must be, and who it was.
 
 use std::{
+    io,
     net::SocketAddr,
     sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError},
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -11,8 +12,8 @@ use std::{
 use identity::{Credential, PeerError, Roots, Verifier};
 use model::Identity;
 use rustls::{
-    CipherSuite, ClientConfig, DigitallySignedStruct, DistinguishedName, ServerConfig,
-    SignatureScheme,
+    CipherSuite, ClientConfig, ConnectionCommon, DigitallySignedStruct, DistinguishedName,
+    ServerConfig, SignatureScheme,
     client::{
         ResolvesClientCert, Resumption,
         danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
@@ -28,10 +29,10 @@ use rustls::{
 };
 use tokio::sync::watch;
 
-use super::error::Error;
+use super::{copy::LARGE, error::Error};
 
 /// The protocol that both sides must choose.
-pub const H2: &[u8] = b"h2";
+const H2: &[u8] = b"h2";
 
 /// The cryptography of all tunnels: AES-GCM only, the cheaper one first, and each key exchange that the provider has. The
 /// one place that names the provider.
@@ -124,6 +125,27 @@ impl Check {
         self.result.get()
     }
 
+    /// Prepares a session with the peer at `to` after its handshake, and returns what the handshake proved.
+    ///
+    /// # Errors
+    /// If the peer presented no certificate, or did not choose HTTP/2.
+    pub fn complete<D>(
+        &self,
+        session: &mut ConnectionCommon<D>,
+        to: SocketAddr,
+    ) -> Result<Proof, Error> {
+        let Some(Ok(proof)) = self.result() else {
+            let cause = Arc::new(io::Error::other("the peer presented no certificate"));
+            return Err(Error::Tls { to, cause });
+        };
+        if session.alpn_protocol() != Some(H2) {
+            let cause = "it does not offer `h2` in TLS".into();
+            return Err(Error::NotH2 { to, cause });
+        }
+        session.set_buffer_limit(Some(LARGE));
+        Ok(proof.clone())
+    }
+
     /// Verifies the peer again if the roots have changed since the check was made. For a tunnel that the registry has: what
     /// changes later ends it.
     ///
@@ -173,24 +195,36 @@ impl Check {
     }
 }
 
-fn verify_signature(
-    message: &[u8],
-    certificate: &CertificateDer<'_>,
-    signature: &DigitallySignedStruct,
-) -> Result<HandshakeSignatureValid, rustls::Error> {
-    let algorithms = &PROVIDER.signature_verification_algorithms;
-    verify_tls13_signature(message, certificate, signature, algorithms)
-}
+/// Implements the methods that both verifier traits of rustls have: signatures by the provider, of TLS 1.3 only.
+macro_rules! signatures {
+    () => {
+        fn verify_tls12_signature(
+            &self,
+            _: &[u8],
+            _: &CertificateDer<'_>,
+            _: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, rustls::Error> {
+            Err(rustls::Error::General(
+                "tunnels do not support TLS 1.2".to_owned(),
+            ))
+        }
 
-fn schemes() -> Vec<SignatureScheme> {
-    PROVIDER
-        .signature_verification_algorithms
-        .supported_schemes()
-}
+        fn verify_tls13_signature(
+            &self,
+            message: &[u8],
+            certificate: &CertificateDer<'_>,
+            signature: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, rustls::Error> {
+            let algorithms = &PROVIDER.signature_verification_algorithms;
+            verify_tls13_signature(message, certificate, signature, algorithms)
+        }
 
-/// TLS 1.2 is never negotiated.
-fn too_old() -> rustls::Error {
-    rustls::Error::General("TLS 1.2 is not spoken here".to_owned())
+        fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+            PROVIDER
+                .signature_verification_algorithms
+                .supported_schemes()
+        }
+    };
 }
 
 impl ServerCertVerifier for Check {
@@ -206,27 +240,7 @@ impl ServerCertVerifier for Check {
         Ok(ServerCertVerified::assertion())
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        Err(too_old())
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_signature(message, certificate, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        schemes()
-    }
+    signatures!();
 }
 
 impl ClientCertVerifier for Check {
@@ -244,27 +258,7 @@ impl ClientCertVerifier for Check {
         Ok(ClientCertVerified::assertion())
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        Err(too_old())
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_signature(message, certificate, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        schemes()
-    }
+    signatures!();
 }
 
 /// The one certificate of a side.

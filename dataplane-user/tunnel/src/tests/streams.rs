@@ -16,6 +16,15 @@ fn reset(socket: TcpStream) {
     drop(socket);
 }
 
+/// Returns the client's part before the server's, or after it.
+fn ordered<T>(client: T, server: T, client_first: bool) -> (T, T) {
+    if client_first {
+        (client, server)
+    } else {
+        (server, client)
+    }
+}
+
 async fn is_reset(socket: &mut TcpStream) {
     let mut bytes = [0; 1 << 10];
     loop {
@@ -90,11 +99,7 @@ fn each_side_may_end_first_and_still_read() {
         for client_first in [true, false] {
             let (client, mut ends) = mesh.open(at).await;
             let server = accepted.recv().await.unwrap();
-            let (mut first, mut second) = if client_first {
-                (client, server)
-            } else {
-                (server, client)
-            };
+            let (mut first, mut second) = ordered(client, server, client_first);
             let mut text = String::new();
             first.write_all(b"last words").await.unwrap();
             first.shutdown().await.unwrap();
@@ -123,11 +128,7 @@ fn a_reset_of_one_side_is_a_reset_of_the_other() {
             for client_first in [true, false] {
                 let (client, mut ends) = mesh.open(at).await;
                 let server = accepted.recv().await.unwrap();
-                let (mut first, mut second) = if client_first {
-                    (client, server)
-                } else {
-                    (server, client)
-                };
+                let (mut first, mut second) = ordered(client, server, client_first);
                 first.write_all(b"hello").await.unwrap();
                 second.read_exact(&mut [0; 5]).await.unwrap();
                 if half_closed[0] {
@@ -142,11 +143,7 @@ fn a_reset_of_one_side_is_a_reset_of_the_other() {
                 let how = ends.recv().await.unwrap().0;
                 let other = mesh.ended.recv().await.unwrap().0;
                 let expected = (Ended::SocketReset, Ended::StreamReset);
-                let got = if client_first {
-                    (how, other)
-                } else {
-                    (other, how)
-                };
+                let got = ordered(how, other, client_first);
                 assert_eq!(got, expected, "{half_closed:?} {client_first}");
                 if !half_closed[0] {
                     is_reset(&mut second).await;
