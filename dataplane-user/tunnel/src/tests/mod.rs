@@ -3,7 +3,6 @@
 mod faults;
 pub mod fixture;
 mod floods;
-mod measure;
 mod pooling;
 mod raw;
 mod streams;

@@ -307,7 +307,6 @@ fn idle_streams_hold_little() {
         }
         // Both sides, and the test's own.
         let each = memory().saturating_sub(before) / 400;
-        println!("{each} bytes for an idle stream");
         assert!(each < 64 << 10, "{each} bytes for an idle stream");
     });
 }
