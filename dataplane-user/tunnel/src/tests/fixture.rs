@@ -132,6 +132,13 @@ impl Certificates {
         credentials.insert(of, Arc::new(credential));
     }
 
+    /// Lets the credential of an account end earlier than its certificate.
+    pub fn expire(&self, account: &str, at: SystemTime) {
+        let mut credentials = self.credentials.lock().unwrap();
+        let credential = credentials.get_mut(&identity(account)).unwrap();
+        Arc::get_mut(credential).unwrap().not_after = at;
+    }
+
     pub fn get(&self, account: &str) -> Arc<Credential> {
         Arc::clone(&self.credentials.lock().unwrap()[&identity(account)])
     }

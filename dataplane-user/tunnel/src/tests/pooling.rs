@@ -1,6 +1,7 @@
 //! How long tunnels live, and who shares them.
 
 use std::{
+    future::pending,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -219,18 +220,20 @@ fn streams_outlive_certificates_that_rotate() {
     run(async {
         let mesh = mesh();
         let echo = echo().await;
-        let now = SystemTime::now();
-        // For another second.
-        mesh.certificates
-            .set("client", 1, now - HOUR, now + Duration::from_secs(2));
+        let end = SystemTime::now() + Duration::from_secs(1);
+        mesh.certificates.expire("client", end);
         let (mut old, _) = mesh.open(echo).await;
         round_trip(&mut old).await;
         let first = mesh.client.tunnels()[0].clone();
         mesh.certificates.renew("client", 11);
         mesh.certificates.renew("server", 12);
         round_trip(&mut mesh.open(echo).await.0).await;
-        assert_eq!(mesh.client.tunnels().len(), 1, "the tunnel is good still");
-        sleep(Duration::from_millis(2100)).await;
+        assert_eq!(
+            mesh.client.tunnels().len(),
+            1,
+            "the old certificate is still valid"
+        );
+        until("the old certificate expires", || SystemTime::now() > end).await;
         let (mut new, _) = mesh.open(echo).await;
         round_trip(&mut new).await;
         round_trip(&mut old).await;
@@ -267,26 +270,27 @@ fn a_peer_that_does_not_answer_ping_is_given_up() {
             ..settings()
         };
         let mesh = mesh_of(settings, |_| {});
-        // Alive, and idle: PING keeps it.
+        // This peer answers PING. Its tunnel has been silent for longer than the dead peer's.
         let (mut alive, _) = mesh.open(echo().await).await;
+        round_trip(&mut alive).await;
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let at = listener.local_addr().unwrap();
         let config = server_config(&mesh.certificates);
-        let dead = tokio::spawn(async move {
+        tokio::spawn(async move {
             let stream = accept(listener.accept().await.unwrap().0, config).await;
             let mut connection = h2::server::handshake(stream).await.unwrap();
             let (_, mut respond) = connection.accept().await.unwrap().unwrap();
             let stream = respond.send_response(http::Response::new(()), false);
-            // Sends the answer, and hangs.
+            // Sends the answer, and hangs with open sockets.
             let _ = tokio::time::timeout(Duration::from_millis(100), connection.accept()).await;
-            sleep(Duration::from_secs(30)).await;
+            pending::<()>().await;
             drop((stream, connection));
         });
         let (mut client, _) = mesh.open_by(to(at, at)).await;
         assert!(client.read(&mut [0]).await.is_err());
-        sleep(Duration::from_secs(1)).await;
+        // The ticks of the two tunnels are at most half of `ping` apart.
+        sleep(Duration::from_millis(200)).await;
         round_trip(&mut alive).await;
-        dead.abort();
     });
 }
 
@@ -320,14 +324,16 @@ fn a_tunnel_ends_after_the_certificate_of_its_peer() {
         };
         let mesh = mesh_of(settings, |_| {});
         let now = SystemTime::now();
-        let end = now + Duration::from_secs(3);
+        let end = now + Duration::from_secs(2);
         mesh.certificates
             .set("client", 3, now - Duration::from_mins(1), end);
         let echo = echo().await;
         let (mut old, _) = mesh.open(echo).await;
         round_trip(&mut old).await;
-        sleep(Duration::from_secs(5)).await;
-        // The stream that there is goes on; the tunnel ends with it.
+        // The server checks the certificate at least every 100 ms.
+        let checked = mesh.server.tunnels()[0].proof.until + Duration::from_millis(300);
+        until("the server sends GOAWAY", || SystemTime::now() > checked).await;
+        // The open stream continues. The tunnel ends with the stream.
         round_trip(&mut old).await;
         assert_eq!(mesh.server.tunnels().len(), 1);
         drop(old);
