@@ -147,7 +147,7 @@ impl Flow {
 
 /// How a relayed connection ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
+pub enum CloseReason {
     /// Both sides ended it.
     Closed,
     /// The socket's peer reset it.
@@ -157,7 +157,7 @@ pub enum Ended {
     /// The socket took nothing, and streams held too much.
     Stalled,
     /// [`Flow::end`] was called.
-    Ended,
+    Aborted,
 }
 
 /// A stream of a tunnel, after the answer 200.
@@ -196,7 +196,7 @@ impl Stream {
     }
 
     /// Copies both ways until both sides have ended, or one is reset: then the other is reset, too.
-    pub async fn copy(self, socket: TcpStream, flow: &Flow) -> Ended {
+    pub async fn copy(self, socket: TcpStream, flow: &Flow) -> CloseReason {
         let mut copy = Copy {
             socket: &socket,
             flow,
@@ -219,15 +219,15 @@ impl Stream {
         let ended = tokio::select! {
             biased;
             ended = poll_fn(|cx| copy.poll(cx)) => ended,
-            () = flow.end.notified() => Ended::Ended,
+            () = flow.end.notified() => CloseReason::Aborted,
             // A reset is seen also when nothing is read from the socket.
-            _ = socket.ready(Interest::ERROR) => Ended::SocketReset,
+            _ = socket.ready(Interest::ERROR) => CloseReason::SocketReset,
         };
         match ended {
-            Ended::Closed => return ended,
-            Ended::StreamReset => {}
-            Ended::SocketReset => copy.send.send_reset(Reason::CONNECT_ERROR),
-            Ended::Stalled | Ended::Ended => copy.send.send_reset(Reason::CANCEL),
+            CloseReason::Closed => return ended,
+            CloseReason::StreamReset => {}
+            CloseReason::SocketReset => copy.send.send_reset(Reason::CONNECT_ERROR),
+            CloseReason::Stalled | CloseReason::Aborted => copy.send.send_reset(Reason::CANCEL),
         }
         reset_on_close(&socket);
         ended
@@ -261,10 +261,10 @@ struct Copy<'a> {
 }
 
 /// Which side broke.
-type Step = Poll<Result<(), Ended>>;
+type Step = Poll<Result<(), CloseReason>>;
 
 impl Copy<'_> {
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Ended> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<CloseReason> {
         if self.reset.is_none()
             && !(self.up_done && self.recv_done)
             && let Poll::Ready(reset) = self.send.poll_reset(cx)
@@ -279,8 +279,8 @@ impl Copy<'_> {
         if let Some(reason) = self.reset {
             // What the peer sent before it comes first, if the peer has ended it.
             return match (self.down_done, reason) {
-                (true, Reason::NO_ERROR) => Poll::Ready(Ended::Closed),
-                (true, _) => Poll::Ready(Ended::StreamReset),
+                (true, Reason::NO_ERROR) => Poll::Ready(CloseReason::Closed),
+                (true, _) => Poll::Ready(CloseReason::StreamReset),
                 (false, _) => Poll::Pending,
             };
         }
@@ -290,7 +290,7 @@ impl Copy<'_> {
             return Poll::Ready(ended);
         }
         if self.up_done && self.down_done {
-            return Poll::Ready(Ended::Closed);
+            return Poll::Ready(CloseReason::Closed);
         }
         Poll::Pending
     }
@@ -298,26 +298,26 @@ impl Copy<'_> {
     /// From the socket to the stream.
     fn poll_up(&mut self, cx: &mut Context<'_>) -> Step {
         for _ in 0..TURNS {
-            ready!(self.socket.poll_read_ready(cx)).map_err(|_| Ended::SocketReset)?;
+            ready!(self.socket.poll_read_ready(cx)).map_err(|_| CloseReason::SocketReset)?;
             self.send.reserve_capacity(self.up_size);
             while self.send.capacity() == 0 {
                 match ready!(self.send.poll_capacity(cx)) {
                     Some(Ok(_)) => {}
-                    Some(Err(_)) | None => return Poll::Ready(Err(Ended::StreamReset)),
+                    Some(Err(_)) | None => return Poll::Ready(Err(CloseReason::StreamReset)),
                 }
             }
             let most = self.up_size.min(self.send.capacity());
             match read(self.socket, most) {
                 Ok(bytes) if bytes.is_empty() => {
                     let sent = self.send.send_data(bytes, true);
-                    sent.map_err(|_| Ended::StreamReset)?;
+                    sent.map_err(|_| CloseReason::StreamReset)?;
                     self.up_done = true;
                     return Poll::Ready(Ok(()));
                 }
                 Ok(bytes) => {
                     let count = bytes.len();
                     let sent = self.send.send_data(bytes, false);
-                    sent.map_err(|_| Ended::StreamReset)?;
+                    sent.map_err(|_| CloseReason::StreamReset)?;
                     self.flow.add(0, count);
                     if count == self.up_size {
                         self.up_size = (count * 2).min(LARGE);
@@ -330,7 +330,7 @@ impl Copy<'_> {
                     self.send.reserve_capacity(0);
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => return Poll::Ready(Err(Ended::SocketReset)),
+                Err(_) => return Poll::Ready(Err(CloseReason::SocketReset)),
             }
         }
         cx.waker().wake_by_ref();
@@ -345,7 +345,7 @@ impl Copy<'_> {
                 if !self.recv_done {
                     return Poll::Pending;
                 }
-                shutdown(self.socket, Shutdown::Write).map_err(|_| Ended::SocketReset)?;
+                shutdown(self.socket, Shutdown::Write).map_err(|_| CloseReason::SocketReset)?;
                 self.down_done = true;
                 return Poll::Ready(Ok(()));
             }
@@ -360,7 +360,7 @@ impl Copy<'_> {
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => return Poll::Ready(Err(Ended::SocketReset)),
+                Err(_) => return Poll::Ready(Err(CloseReason::SocketReset)),
             }
         }
         cx.waker().wake_by_ref();
@@ -368,12 +368,12 @@ impl Copy<'_> {
     }
 
     /// Takes from the library what it has: it holds small frames at many times their size.
-    fn receive(&mut self, cx: &mut Context<'_>) -> Result<(), Ended> {
+    fn receive(&mut self, cx: &mut Context<'_>) -> Result<(), CloseReason> {
         while !self.recv_done {
             match self.recv.poll_data(cx) {
                 Poll::Ready(Some(Ok(bytes))) if bytes.is_empty() => {}
                 Poll::Ready(Some(Ok(bytes))) => self.pending.push_back(bytes),
-                Poll::Ready(Some(Err(_))) => return Err(Ended::StreamReset),
+                Poll::Ready(Some(Err(_))) => return Err(CloseReason::StreamReset),
                 Poll::Ready(None) => self.recv_done = true,
                 Poll::Pending => break,
             }
@@ -429,7 +429,7 @@ impl Copy<'_> {
     }
 
     /// Gives the window back for bytes that the socket has taken: all of them, or fewer while streams hold much.
-    fn release(&mut self, count: usize) -> Result<(), Ended> {
+    fn release(&mut self, count: usize) -> Result<(), CloseReason> {
         self.blocked = None;
         self.timer = None;
         self.unreleased += count;
@@ -443,7 +443,7 @@ impl Copy<'_> {
         let window = self.recv.flow_control();
         if release > 0 {
             let released = window.release_capacity(release);
-            released.map_err(|_| Ended::StreamReset)?;
+            released.map_err(|_| CloseReason::StreamReset)?;
         }
         if self.share.own > 0 {
             let held = window.used_capacity() - self.unreleased;
@@ -460,7 +460,7 @@ impl Copy<'_> {
         let since = *self.blocked.get_or_insert_with(Instant::now);
         loop {
             if since.elapsed() >= STALLED && self.share.all.ends(held) {
-                return Poll::Ready(Err(Ended::Stalled));
+                return Poll::Ready(Err(CloseReason::Stalled));
             }
             let timer = self.timer.get_or_insert_with(|| Box::pin(sleep(STALLED)));
             ready!(timer.as_mut().poll(cx));

@@ -167,11 +167,6 @@ impl Error {
         }
     }
 
-    /// Its word.
-    pub fn word(&self) -> &'static str {
-        self.flag().word()
-    }
-
     /// Whether another endpoint may be tried: it may not if a policy denies the connection, or if this side has no
     /// certificate.
     pub fn may_try_another(&self) -> bool {

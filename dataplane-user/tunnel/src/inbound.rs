@@ -14,10 +14,10 @@ use h2::{
     Reason, RecvStream,
     server::{self, SendResponse},
 };
-use http::{HeaderMap, Method, Response, StatusCode, uri::Authority};
+use http::{Method, Response, StatusCode, uri::Authority};
 use identity::Identities;
 use model::Identity;
-use relay::{Direction, socket};
+use relay::socket;
 use tokio::{
     io::BufReader,
     net::TcpStream,
@@ -28,7 +28,7 @@ use tokio_rustls::TlsAcceptor;
 
 use super::{
     Core, READ,
-    copy::{Ended, Flow, Stream},
+    copy::{CloseReason, Flow, Stream},
     error::{Error, Phase},
     guard::{Bucket, Guard, Seen},
     outbound::{other, tls_failed},
@@ -50,12 +50,8 @@ pub struct Request {
     pub peer: Identity,
     /// The address that the tunnel comes from: the client's.
     pub client: SocketAddr,
-    /// The address that the tunnel came to.
-    pub local: SocketAddr,
     /// Where the stream leads.
     pub authority: Authority,
-    /// `forwarded`, `baggage`, `traceparent` and others, as the peer sent them.
-    pub headers: HeaderMap,
 }
 
 impl Request {
@@ -93,7 +89,7 @@ pub struct Accepted {
     /// What it carries: first what the application has sent, then what it was sent.
     pub flow: Arc<Flow>,
     /// Called at its end.
-    pub done: Box<dyn FnOnce(Ended) + Send>,
+    pub done: Box<dyn FnOnce(CloseReason) + Send>,
 }
 
 /// Decides where the streams of peers go.
@@ -108,35 +104,21 @@ pub trait Inbound: Send + Sync + 'static {
     fn failed(&self, client: SocketAddr, error: &Error);
 }
 
-/// What all tunnels of a listening socket are told.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Order {
-    Serve,
-    Drain,
-}
-
 /// A listening socket that is served. Dropping it closes the socket and ends its tunnels.
 pub struct Listening {
-    order: watch::Sender<Order>,
+    /// Starts the drain. The accept loop and each tunnel of the socket have a receiver.
+    drain: watch::Sender<()>,
 }
 
 impl Listening {
-    /// Closes the socket, tells the peers to begin no streams (GOAWAY), and waits until those that there are have ended. At
-    /// the deadline, they are reset.
-    pub async fn drain(self, deadline: Duration) {
-        self.order.send_replace(Order::Drain);
-        // Until each tunnel has dropped its end.
-        let _ = timeout(deadline, self.order.closed()).await;
-    }
-
-    /// Whether all streams have ended, after [`Listening::begin_drain`].
-    pub fn is_drained(&self) -> bool {
-        self.order.is_closed()
-    }
-
-    /// Starts to drain, and returns at once.
+    /// Closes the socket, and tells the peers to begin no streams (GOAWAY). Returns at once.
     pub fn begin_drain(&self) {
-        self.order.send_replace(Order::Drain);
+        self.drain.send_replace(());
+    }
+
+    /// Returns whether all streams have ended after [`Listening::begin_drain`].
+    pub fn is_drained(&self) -> bool {
+        self.drain.is_closed()
     }
 }
 
@@ -201,7 +183,7 @@ pub(super) fn listen<I: Identities + 'static>(
     inbound: Arc<impl Inbound>,
 ) -> io::Result<Listening> {
     socket::prepare(&listener)?;
-    let (order, orders) = watch::channel(Order::Serve);
+    let (drain, drains) = watch::channel(());
     let served = Arc::new(Served {
         core: Arc::clone(core),
         own,
@@ -211,17 +193,17 @@ pub(super) fn listen<I: Identities + 'static>(
     least(workers).spawn(async move {
         // The thread's runtime must register it.
         if let Ok(listener) = tokio::net::TcpListener::from_std(listener) {
-            accept(&served, &all, &listener, orders).await;
+            accept(&served, &all, &listener, drains).await;
         }
     });
-    Ok(Listening { order })
+    Ok(Listening { drain })
 }
 
 async fn accept<I: Identities + 'static, A: Inbound>(
     served: &Arc<Served<I, A>>,
     workers: &Arc<[Worker]>,
     listener: &tokio::net::TcpListener,
-    mut orders: watch::Receiver<Order>,
+    mut drains: watch::Receiver<()>,
 ) {
     let settings = &served.core.settings;
     let (permits, peers) = (Arc::new(Semaphore::new(settings.tunnels)), Arc::default());
@@ -232,7 +214,7 @@ async fn accept<I: Identities + 'static, A: Inbound>(
             (listener.accept().await, permit)
         };
         let (accepted, permit) = tokio::select! {
-            _ = orders.changed() => return,
+            _ = drains.changed() => return,
             accepted = accepted => accepted,
         };
         let Ok((socket, client)) = accepted.and_then(|(socket, client)| {
@@ -249,11 +231,11 @@ async fn accept<I: Identities + 'static, A: Inbound>(
             served.inbound.failed(client, &error);
             continue;
         };
-        let (served, orders, worker) = (Arc::clone(served), orders.clone(), least(workers));
+        let (served, drains, worker) = (Arc::clone(served), drains.clone(), least(workers));
         let spawner = worker.clone();
         worker.spawn(async move {
             let _place = place;
-            if let Err(error) = serve(&served, &spawner, socket, client, orders).await {
+            if let Err(error) = serve(&served, &spawner, socket, client, drains).await {
                 served.inbound.failed(client, &error);
             }
         });
@@ -286,10 +268,7 @@ async fn handshake<I: Identities + 'static, A: Inbound>(
         .handshake(stream)
         .await
         .map_err(|cause| super::outbound::broken(client, Arc::new(cause), &seen))?;
-    let own = served.own.clone();
-    let entry = core
-        .registry
-        .add(Direction::Inbound, own, proof, client, None, seen);
+    let entry = core.registry.add(proof, client, None, seen);
     check.renew(&core.trust, client)?;
     Ok((connection, entry))
 }
@@ -300,15 +279,13 @@ async fn serve<I: Identities + 'static, A: Inbound>(
     worker: &Worker,
     socket: std::net::TcpStream,
     client: SocketAddr,
-    mut orders: watch::Receiver<Order>,
+    mut drains: watch::Receiver<()>,
 ) -> Result<(), Error> {
     let settings = &served.core.settings;
-    let broken = |cause| Error::Tls {
+    let socket = TcpStream::from_std(socket).map_err(|cause| Error::Tls {
         to: client,
         cause: Arc::new(cause),
-    };
-    let socket = TcpStream::from_std(socket).map_err(broken)?;
-    let local = socket::plain(socket.local_addr().map_err(broken)?);
+    })?;
     let handshake = timeout(settings.handshake, handshake(served, socket, client));
     let (mut connection, entry) = tokio::select! {
         made = handshake => made.map_err(|_| Error::Timeout {
@@ -316,7 +293,7 @@ async fn serve<I: Identities + 'static, A: Inbound>(
             phase: Phase::Handshake,
         })??,
         // A peer that has no stream yet loses nothing.
-        _ = orders.changed() => return Ok(()),
+        _ = drains.changed() => return Ok(()),
     };
     let (tunnel, mut pulse) = (&entry.tunnel, Pulse::new(connection.ping_pong()));
     let given_up = Arc::new(Mutex::new(Bucket::new(GIVEN_UP.0, GIVEN_UP.1)));
@@ -336,7 +313,6 @@ async fn serve<I: Identities + 'static, A: Inbound>(
                         lease: tunnel.lease(),
                         given_up: Arc::clone(&given_up),
                         client,
-                        local,
                     };
                     worker.spawn(asked.answer(request, respond));
                 }
@@ -356,8 +332,8 @@ async fn serve<I: Identities + 'static, A: Inbound>(
                 let _ = timeout(PAUSE, poll_fn(|cx| connection.poll_closed(cx))).await;
                 return Err(Error::Flood { to: client, what });
             }
-            order = orders.changed() => {
-                if order.is_err() {
+            drain = drains.changed() => {
+                if drain.is_err() {
                     return Ok(());
                 }
                 is_told = true;
@@ -384,7 +360,6 @@ struct Asked<I, A> {
     lease: Lease,
     given_up: Arc<Mutex<Bucket>>,
     client: SocketAddr,
-    local: SocketAddr,
 }
 
 impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
@@ -410,9 +385,7 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
         let connect = self.served.inbound.connect(Request {
             peer: self.lease.0.proof.peer.clone(),
             client: self.client,
-            local: self.local,
             authority: authority.clone(),
-            headers: head.headers,
         });
         let connected = tokio::select! {
             connected = connect => connected,
@@ -437,7 +410,7 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
         } else {
             self.note_given_up();
             socket::reset_on_close(&accepted.socket);
-            Ended::StreamReset
+            CloseReason::StreamReset
         };
         (accepted.done)(ended);
     }

@@ -41,29 +41,25 @@ use std::{
     time::Duration,
 };
 
-pub use copy::{Ended, Flow, Stream};
 pub use engine::{Engine, Manner};
-pub use error::{Error, Phase};
 use identity::Identities;
-pub use inbound::{Accepted, Inbound, Listening, Refusal, Request};
 use model::Identity;
-pub use outbound::{Connect, Dial, Outbound};
-pub use pool::Key;
 use threads::Deaths;
 pub use tls::provider;
 use tokio::task::spawn_blocking;
-pub use tunnel::Tunnel;
 
 use self::{
     copy::{Held, WINDOW},
+    inbound::{Inbound, Listening},
+    outbound::Outbound,
     pool::Pool,
     tls::Trust,
-    tunnel::Registry,
+    tunnel::{Registry, Tunnel},
     workers::{Workers, least},
 };
 
 /// The port of HBONE.
-pub const PORT: u16 = 15008;
+const PORT: u16 = 15008;
 
 /// The settings of tunnels.
 #[derive(Clone, Debug)]
@@ -181,7 +177,7 @@ impl<I: Identities + 'static> Tunnels<I> {
     }
 
     /// Runs work on the thread that has the least: an outbound connection, from the client's socket to its end.
-    pub fn outbound<F: Future<Output = ()> + Send + 'static>(
+    fn outbound<F: Future<Output = ()> + Send + 'static>(
         &self,
         work: impl FnOnce(Outbound<I>) -> F,
     ) {
@@ -193,7 +189,7 @@ impl<I: Identities + 'static> Tunnels<I> {
     ///
     /// # Errors
     /// If the socket cannot be used.
-    pub fn listen(
+    fn listen(
         &self,
         listener: TcpListener,
         own: Identity,
@@ -203,25 +199,16 @@ impl<I: Identities + 'static> Tunnels<I> {
     }
 
     /// Ends the outbound tunnels that belong to this workload (its UID), also those that are being made.
-    pub fn end_workload(&self, uid: &str) {
+    fn end_workload(&self, uid: &str) {
         for pool in &self.core.pools {
-            pool.forget(|key| &*key.workload == uid);
+            pool.forget(uid);
         }
         let is_its = |tunnel: &Tunnel| tunnel.workload.as_deref() == Some(uid);
         self.core.registry.end_if(is_its);
     }
 
-    /// Ends the tunnels of which one side has this identity.
-    pub fn end_identity(&self, identity: &Identity) {
-        for pool in &self.core.pools {
-            pool.forget(|key| key.source == *identity || key.expected.contains(identity));
-        }
-        let is_its = |tunnel: &Tunnel| tunnel.own == *identity || tunnel.proof.peer == *identity;
-        self.core.registry.end_if(is_its);
-    }
-
     /// The tunnels that are up, of both directions.
-    pub fn tunnels(&self) -> Vec<Arc<Tunnel>> {
+    fn tunnels(&self) -> Vec<Arc<Tunnel>> {
         self.core.registry.all()
     }
 }

@@ -13,9 +13,8 @@ use h2::{
     Reason,
     client::{self, SendRequest},
 };
-use http::{HeaderValue, Method, StatusCode, Uri, Version};
+use http::{HeaderName, HeaderValue, Method, StatusCode, Uri, Version};
 use identity::{Identities, IdentityError};
-use relay::Direction;
 use rustls::pki_types::ServerName;
 use tokio::{
     io::BufReader,
@@ -57,8 +56,6 @@ pub struct Connect {
     pub client: Option<SocketAddr>,
     /// The header `baggage`.
     pub baggage: Option<HeaderValue>,
-    /// The header `traceparent`.
-    pub traceparent: Option<HeaderValue>,
 }
 
 /// Makes streams on one thread.
@@ -191,15 +188,9 @@ impl<I: Identities + 'static> Outbound<I> {
         let headers = request.headers_mut();
         let forwarded = connect.client.map(|client| format!("for=\"{client}\""));
         let forwarded = forwarded.and_then(|text| HeaderValue::try_from(text).ok());
-        for (name, value) in [
-            ("forwarded", forwarded.as_ref()),
-            ("baggage", connect.baggage.as_ref()),
-            ("traceparent", connect.traceparent.as_ref()),
-        ] {
-            if let Some(value) = value {
-                headers.insert(name, value.clone());
-            }
-        }
+        headers.extend(forwarded.map(|value| (HeaderName::from_static("forwarded"), value)));
+        let baggage = connect.baggage.clone();
+        headers.extend(baggage.map(|value| (HeaderName::from_static("baggage"), value)));
         let mut requests = requests.ready().await.map_err(broken)?;
         let (response, send) = requests.send_request(request, false).map_err(broken)?;
         drop(requests);
@@ -278,14 +269,7 @@ impl<I: Identities + 'static> Outbound<I> {
             .await
             .map_err(|cause| broken(to, cause.into(), &seen))?;
         let workload = Some(Arc::clone(&key.workload));
-        let entry = self.core.registry.add(
-            Direction::Outbound,
-            key.source.clone(),
-            proof,
-            to,
-            workload,
-            seen,
-        );
+        let entry = self.core.registry.add(proof, to, workload, seen);
         check.renew(&self.core.trust, to)?;
         let pooled = Pooled {
             requests,

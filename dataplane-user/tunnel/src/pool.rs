@@ -143,9 +143,9 @@ impl Pool {
         remove(&mut self.lock(), key, tunnel);
     }
 
-    /// Forgets the tunnels with these keys, and gives up those that are being made.
-    pub fn forget(&self, is_meant: impl Fn(&Key) -> bool) {
-        self.lock().retain(|key, _| !is_meant(key));
+    /// Forgets the tunnels to this workload (its UID), and gives up pending ones.
+    pub fn forget(&self, uid: &str) {
+        self.lock().retain(|key, _| &*key.workload != uid);
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Key, Group>> {

@@ -13,8 +13,6 @@ use std::{
 
 use h2::{Ping, PingPong};
 use identity::Verifier;
-use model::Identity;
-use relay::Direction;
 use tokio::sync::Notify;
 
 use super::{error::Error, guard::Seen, tls::Proof};
@@ -22,10 +20,6 @@ use super::{error::Error, guard::Seen, tls::Proof};
 /// A tunnel that is up.
 #[derive(Debug)]
 pub struct Tunnel {
-    /// Outbound: this side has connected.
-    pub direction: Direction,
-    /// The identity of this side.
-    pub own: Identity,
     /// What the handshake proved of the peer.
     pub proof: Proof,
     /// The peer's address.
@@ -129,16 +123,12 @@ impl Registry {
     /// Adds a tunnel that is up.
     pub fn add(
         self: &Arc<Self>,
-        direction: Direction,
-        own: Identity,
         proof: Proof,
         address: SocketAddr,
         workload: Option<Arc<str>>,
         seen: Arc<Seen>,
     ) -> Entry {
         let tunnel = Arc::new(Tunnel {
-            direction,
-            own,
             proof,
             address,
             workload,
@@ -163,19 +153,19 @@ impl Registry {
         self.lock().values().cloned().collect()
     }
 
-    /// Ends the tunnels for which this is so, and returns their number.
-    pub fn end_if(&self, is_meant: impl Fn(&Tunnel) -> bool) -> usize {
+    /// Ends the tunnels for which `is_meant` returns `true`.
+    pub fn end_if(&self, is_meant: impl Fn(&Tunnel) -> bool) {
         let meant = self.all().into_iter().filter(|tunnel| is_meant(tunnel));
-        meant.map(|tunnel| tunnel.end()).count()
+        meant.for_each(|tunnel| tunnel.end());
     }
 
     /// Ends the tunnels whose peers the roots do not allow any more. That a certificate has expired since the handshake is
     /// no reason.
-    pub fn end_untrusted(&self, verifier: &Verifier) -> usize {
+    pub fn end_untrusted(&self, verifier: &Verifier) {
         self.end_if(|tunnel| {
             let proof = &tunnel.proof;
             verifier.verify(&proof.chain, proof.at).is_err()
-        })
+        });
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<u64, Arc<Tunnel>>> {

@@ -10,7 +10,7 @@ use tokio::{net::TcpStream, time::timeout};
 
 use super::{
     super::{
-        copy::{Ended, Flow},
+        copy::{CloseReason, Flow},
         error::Error,
         inbound::{Accepted, Inbound, Refusal, Request},
     },
@@ -111,14 +111,14 @@ impl Inbound for Arrive {
         let (_, index) = self.shared.relay.index();
         if entry.judge(&index) {
             socket::reset_on_close(&socket);
-            entry.end(Ended::Ended);
+            entry.end(CloseReason::Aborted);
             return Err(Refusal::Denied);
         }
         let flow: Arc<Flow> = Arc::clone(entry.flow());
         Ok(Accepted {
             socket,
             flow,
-            done: Box::new(move |ended: Ended| entry.end(ended)),
+            done: Box::new(move |ended: CloseReason| entry.end(ended)),
         })
     }
 

@@ -1,6 +1,6 @@
 //! Connections of workloads that go through tunnels.
 
-use std::{io, sync::Arc};
+use std::{io, net::SocketAddr, sync::Arc};
 
 use http::{HeaderValue, Uri};
 use identity::Identities;
@@ -19,7 +19,7 @@ use super::{
     },
     Shared,
     dial::dial,
-    id, peer, reset,
+    id, reset,
 };
 
 /// Carries a connection to its end.
@@ -137,14 +137,13 @@ fn request(shared: &Arc<Shared>, session: &Session, to: &Workload) -> io::Result
             source: identity(&attached.workload)?,
             expected: [identity(to)?].into(),
             from: own,
-            to: peer(endpoint, shared.port),
+            to: SocketAddr::new(endpoint.ip(), shared.port),
             workload: id(to).into(),
         },
         dial: dialling(shared, session),
         authority,
         client: Some((own, session.client().port()).into()),
         baggage: baggage(&attached.workload),
-        traceparent: None,
     })
 }
 

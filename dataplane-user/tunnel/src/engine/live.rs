@@ -9,7 +9,7 @@ use std::{
 use relay::{Attached, Direction, Flag, Index, Session};
 
 use super::{
-    super::copy::{Ended, Flow},
+    super::copy::{CloseReason, Flow},
     reset,
 };
 
@@ -185,13 +185,15 @@ impl Entry {
     }
 
     /// Ends the connection's session.
-    pub fn end(self, ended: Ended) {
-        let by_socket = ended == Ended::SocketReset;
+    pub fn end(self, ended: CloseReason) {
+        let by_socket = ended == CloseReason::SocketReset;
         let flag = match ended {
-            Ended::Closed => Flag::None,
-            Ended::SocketReset | Ended::StreamReset => reset(self.one.direction, by_socket),
-            Ended::Stalled => Flag::Stalled,
-            Ended::Ended => self.cause(),
+            CloseReason::Closed => Flag::None,
+            CloseReason::SocketReset | CloseReason::StreamReset => {
+                reset(self.one.direction, by_socket)
+            }
+            CloseReason::Stalled => Flag::Stalled,
+            CloseReason::Aborted => self.cause(),
         };
         let session = self.one.state().session.take();
         if let Some(mut session) = session {

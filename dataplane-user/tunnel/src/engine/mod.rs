@@ -9,7 +9,7 @@ mod tests;
 
 use std::{
     fmt,
-    net::{SocketAddr, TcpListener},
+    net::TcpListener,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     thread,
     time::{Duration, Instant},
@@ -113,11 +113,6 @@ impl<I: Identities + 'static> Engine<I> {
         let this = Arc::downgrade(&engine);
         engine.tunnels.outbound(|_| upkeep(this));
         engine
-    }
-
-    /// The tunnels.
-    pub fn tunnels(&self) -> &Tunnels<I> {
-        &self.tunnels
     }
 
     fn places(&self) -> MutexGuard<'_, Vec<Place>> {
@@ -257,9 +252,4 @@ fn reset(direction: Direction, by_socket: bool) -> Flag {
         (Direction::Outbound, true) | (Direction::Inbound, false) => Flag::ClientReset,
         (Direction::Outbound, false) | (Direction::Inbound, true) => Flag::EndpointReset,
     }
-}
-
-/// The address of a peer's port for tunnels.
-fn peer(endpoint: SocketAddr, port: u16) -> SocketAddr {
-    SocketAddr::new(endpoint.ip(), port)
 }

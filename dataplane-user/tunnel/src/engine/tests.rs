@@ -19,7 +19,8 @@ use threads::none_dies;
 
 use super::{Engine, Manner};
 use crate::{
-    Error, Tunnels,
+    Tunnels,
+    error::Error,
     tests::fixture::{Certificates, identity, settings, to},
 };
 
@@ -205,11 +206,7 @@ fn a_connection_goes_through_a_tunnel_with_what_was_read_before() {
     server.write_all(b"answer").unwrap();
     drop(server);
     assert_eq!(read(&client).unwrap(), "answer");
-    assert_eq!(
-        world.engine.tunnels().tunnels().len(),
-        2,
-        "both sides of one"
-    );
+    assert_eq!(world.engine.tunnels.tunnels().len(), 2, "both sides of one");
     let lines = world.end();
     assert_eq!(lines.len(), 2, "{lines:?}");
     for (of, peer) in [
@@ -230,7 +227,7 @@ fn a_workload_reaches_itself_without_a_tunnel() {
     server.write_all(b"answer").unwrap();
     drop(server);
     assert_eq!(read(&client).unwrap(), "answer");
-    assert!(world.engine.tunnels().tunnels().is_empty());
+    assert!(world.engine.tunnels.tunnels().is_empty());
 }
 
 #[test]
@@ -276,7 +273,7 @@ fn a_stream_to_another_address_than_the_workloads_is_refused() {
         let mut asked = to(world.tunnels, world.tunnels);
         asked.authority = authority.parse().unwrap();
         let (report, made) = std::sync::mpsc::channel();
-        world.engine.tunnels().outbound(move |outbound| async move {
+        world.engine.tunnels.outbound(move |outbound| async move {
             let _ = report.send(outbound.connect(&asked).await);
         });
         let status = match made.recv_timeout(PATIENCE).unwrap() {

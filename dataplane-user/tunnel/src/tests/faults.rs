@@ -11,7 +11,10 @@ use tokio::{io::AsyncWriteExt, net::TcpListener};
 
 use super::{fixture::*, raw::*};
 use crate::{
-    Connect, Error, Phase, Refusal, Settings,
+    Settings,
+    error::{Error, Phase},
+    inbound::Refusal,
+    outbound::Connect,
     tls::{Check, Trust},
 };
 
@@ -44,7 +47,7 @@ fn each_refusal_has_its_status_and_word() {
             let Error::Refused { status: got, .. } = &error else {
                 panic!("{error}");
             };
-            assert_eq!((got.as_u16(), error.word()), (status, word));
+            assert_eq!((got.as_u16(), error.flag().word()), (status, word));
             assert_eq!(error.may_try_another(), status != 401);
         }
         let mesh = mesh();
@@ -98,9 +101,9 @@ fn what_is_no_connect_is_a_bad_request() {
 /// What each side says if the certificates are these.
 async fn refused(mesh: &mut Mesh) -> (Error, Error) {
     let here = mesh.connect(to(mesh.at, mesh.at)).await.unwrap_err();
-    assert_eq!(here.word(), "TLS_FAILURE", "{here}");
+    assert_eq!(here.flag().word(), "TLS_FAILURE", "{here}");
     let there = mesh.failed.recv().await.unwrap();
-    assert_eq!(there.word(), "TLS_FAILURE", "{there}");
+    assert_eq!(there.flag().word(), "TLS_FAILURE", "{there}");
     (here, there)
 }
 
@@ -120,7 +123,8 @@ fn certificates_that_must_be_refused_are_refused() {
             let here = mesh.connect(to_server(mesh.at)).await.unwrap_err();
             if account == "client" {
                 // Its own side knows already.
-                let is_own = here.word() == "IDENTITY_ERROR" || matches!(here, Error::Alert { .. });
+                let is_own =
+                    here.flag().word() == "IDENTITY_ERROR" || matches!(here, Error::Alert { .. });
                 assert!(is_own, "{here}");
                 let stream = connect(mesh.at, client_config(&mesh.certificates)).await;
                 let there = mesh.failed.recv().await.unwrap().to_string();
@@ -194,7 +198,7 @@ fn the_peer_must_be_the_one_that_is_expected() {
         let mut connect = to(mesh.at, mesh.at);
         connect.key.source = identity("nobody");
         let error = mesh.connect(connect).await.unwrap_err();
-        assert_eq!(error.word(), "IDENTITY_ERROR");
+        assert_eq!(error.flag().word(), "IDENTITY_ERROR");
     });
 }
 
@@ -212,7 +216,7 @@ fn a_client_without_certificate_is_refused() {
             ));
         let _ = connect(mesh.at, config).await;
         let error = mesh.failed.recv().await.unwrap();
-        assert_eq!(error.word(), "TLS_FAILURE", "{error}");
+        assert_eq!(error.flag().word(), "TLS_FAILURE", "{error}");
         assert!(mesh.server.tunnels().is_empty());
     });
 }
@@ -226,7 +230,7 @@ fn both_sides_demand_http_2() {
         config.alpn_protocols.clear();
         let stream = connect(mesh.at, config).await.unwrap();
         let error = mesh.failed.recv().await.unwrap();
-        assert_eq!(error.word(), "H2_HANDSHAKE_FAILURE", "{error}");
+        assert_eq!(error.flag().word(), "H2_HANDSHAKE_FAILURE", "{error}");
         drop(stream);
         // A client that offers h2 and speaks something else.
         let mut stream = connect(mesh.at, client_config(&mesh.certificates))
@@ -237,7 +241,7 @@ fn both_sides_demand_http_2() {
             .await
             .unwrap();
         let error = mesh.failed.recv().await.unwrap();
-        assert_eq!(error.word(), "H2_HANDSHAKE_FAILURE", "{error}");
+        assert_eq!(error.flag().word(), "H2_HANDSHAKE_FAILURE", "{error}");
         // Servers that do likewise.
         for offers in [true, false] {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -252,7 +256,7 @@ fn both_sides_demand_http_2() {
                 let _ = stream.flush().await;
             });
             let error = mesh.connect(to(at, at)).await.unwrap_err();
-            assert_eq!(error.word(), "H2_HANDSHAKE_FAILURE", "{error}");
+            assert_eq!(error.flag().word(), "H2_HANDSHAKE_FAILURE", "{error}");
         }
     });
 }

@@ -25,8 +25,12 @@ use tokio::{
 };
 
 use crate::{
-    Accepted, Connect, Dial, Ended, Error, Flow, Inbound, Key, Listening, Refusal, Request,
-    Settings, Stream, Tunnels,
+    Settings, Tunnels,
+    copy::{CloseReason, Flow, Stream},
+    error::Error,
+    inbound::{Accepted, Inbound, Listening, Refusal, Request},
+    outbound::{Connect, Dial},
+    pool::Key,
 };
 
 pub const HOUR: Duration = Duration::from_hours(1);
@@ -166,7 +170,7 @@ pub struct Server {
     /// Never connects.
     pub hangs: bool,
     pub requests: mpsc::UnboundedSender<Request>,
-    pub ended: mpsc::UnboundedSender<(Ended, [u64; 2])>,
+    pub ended: mpsc::UnboundedSender<(CloseReason, [u64; 2])>,
     pub failed: mpsc::UnboundedSender<Error>,
 }
 
@@ -212,7 +216,7 @@ pub struct Mesh {
     pub listening: Option<Listening>,
     pub at: SocketAddr,
     pub requests: mpsc::UnboundedReceiver<Request>,
-    pub ended: mpsc::UnboundedReceiver<(Ended, [u64; 2])>,
+    pub ended: mpsc::UnboundedReceiver<(CloseReason, [u64; 2])>,
     pub failed: mpsc::UnboundedReceiver<Error>,
 }
 
@@ -292,7 +296,6 @@ pub fn to(at: SocketAddr, application: SocketAddr) -> Connect {
         authority: application.to_string().parse().unwrap(),
         client: Some("10.0.0.1:4000".parse().unwrap()),
         baggage: Some("k8s.cluster.name=c".parse().unwrap()),
-        traceparent: None,
     }
 }
 
@@ -310,14 +313,14 @@ impl Mesh {
     pub async fn open(
         &self,
         application: SocketAddr,
-    ) -> (TcpStream, mpsc::UnboundedReceiver<(Ended, [u64; 2])>) {
+    ) -> (TcpStream, mpsc::UnboundedReceiver<(CloseReason, [u64; 2])>) {
         self.open_by(to(self.at, application)).await
     }
 
     pub async fn open_by(
         &self,
         connect: Connect,
-    ) -> (TcpStream, mpsc::UnboundedReceiver<(Ended, [u64; 2])>) {
+    ) -> (TcpStream, mpsc::UnboundedReceiver<(CloseReason, [u64; 2])>) {
         let (client, captured) = pair().await;
         let captured = captured.into_std().unwrap();
         let (ended, ends) = mpsc::unbounded_channel();

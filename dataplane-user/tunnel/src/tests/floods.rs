@@ -5,7 +5,7 @@ use std::{sync::atomic::Ordering, time::Duration};
 use tokio::io::AsyncWriteExt;
 
 use super::{fixture::*, raw::*};
-use crate::{Error, Settings};
+use crate::{Settings, error::Error};
 
 const CALM: u32 = 11;
 
@@ -173,7 +173,7 @@ fn one_address_has_a_limited_number_of_tunnels() {
             silent.push(tokio::net::TcpStream::connect(mesh.at).await.unwrap());
         }
         let error = mesh.connect(to(mesh.at, echo)).await.unwrap_err();
-        assert_eq!(error.word(), "TLS_FAILURE", "{error}");
+        assert_eq!(error.flag().word(), "TLS_FAILURE", "{error}");
         let error = mesh.failed.recv().await.unwrap();
         assert!(matches!(error, Error::TooMany { most: 3, .. }), "{error}");
         for _ in 0..3 {

@@ -2,14 +2,15 @@
 
 use std::time::{Duration, Instant};
 
+use http::Method;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
+    net::{TcpListener, TcpStream},
     time::timeout,
 };
 
-use super::fixture::*;
-use crate::{Ended, Settings};
+use super::{fixture::*, raw::*};
+use crate::{Settings, copy::CloseReason};
 
 fn reset(socket: TcpStream) {
     relay::socket::reset_on_close(&socket);
@@ -49,13 +50,28 @@ fn a_round_trip_says_who_asks() {
         let request = mesh.requests.recv().await.unwrap();
         assert_eq!(request.peer, identity("client"));
         assert_eq!(request.destination(), Some(application));
-        assert_eq!(request.local, mesh.at);
-        assert_eq!(request.headers["forwarded"], "for=\"10.0.0.1:4000\"");
-        assert_eq!(request.headers["baggage"], "k8s.cluster.name=c");
         client.shutdown().await.unwrap();
         assert_eq!(client.read(&mut [0]).await.unwrap(), 0);
-        assert_eq!(ends.recv().await, Some((Ended::Closed, [4, 4])));
-        assert_eq!(mesh.ended.recv().await, Some((Ended::Closed, [4, 4])));
+        assert_eq!(ends.recv().await, Some((CloseReason::Closed, [4, 4])));
+        assert_eq!(mesh.ended.recv().await, Some((CloseReason::Closed, [4, 4])));
+    });
+}
+
+#[test]
+fn a_request_has_the_clients_address_and_names() {
+    run(async {
+        let mesh = mesh();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let at = listener.local_addr().unwrap();
+        let config = server_config(&mesh.certificates);
+        let _client = mesh.open(at).await;
+        let stream = accept(listener.accept().await.unwrap().0, config).await;
+        let mut connection = h2::server::handshake(stream).await.unwrap();
+        let (request, _) = connection.accept().await.unwrap().unwrap();
+        assert_eq!(request.method(), Method::CONNECT);
+        assert_eq!(request.uri().to_string(), at.to_string());
+        assert_eq!(request.headers()["forwarded"], "for=\"10.0.0.1:4000\"");
+        assert_eq!(request.headers()["baggage"], "k8s.cluster.name=c");
     });
 }
 
@@ -84,7 +100,7 @@ fn bulk_arrives_unharmed_both_ways() {
         assert_eq!(read.read(&mut got).await.unwrap(), 0);
         writer.await.unwrap();
         let (how, bytes) = ends.recv().await.unwrap();
-        assert_eq!((how, bytes), (Ended::Closed, [SIZE as u64; 2]));
+        assert_eq!((how, bytes), (CloseReason::Closed, [SIZE as u64; 2]));
     });
 }
 
@@ -109,8 +125,8 @@ fn each_side_may_end_first_and_still_read() {
             text.clear();
             first.read_to_string(&mut text).await.unwrap();
             assert_eq!(text, "and an answer");
-            assert_eq!(ends.recv().await.unwrap().0, Ended::Closed);
-            assert_eq!(mesh.ended.recv().await.unwrap().0, Ended::Closed);
+            assert_eq!(ends.recv().await.unwrap().0, CloseReason::Closed);
+            assert_eq!(mesh.ended.recv().await.unwrap().0, CloseReason::Closed);
         }
     });
 }
@@ -139,7 +155,7 @@ fn a_reset_of_one_side_is_a_reset_of_the_other() {
                 reset(first);
                 let how = ends.recv().await.unwrap().0;
                 let other = mesh.ended.recv().await.unwrap().0;
-                let expected = (Ended::SocketReset, Ended::StreamReset);
+                let expected = (CloseReason::SocketReset, CloseReason::StreamReset);
                 let got = ordered(how, other, client_first);
                 assert_eq!(got, expected, "{half_closed:?} {client_first}");
                 if !half_closed[0] {
@@ -162,8 +178,8 @@ fn a_tunnel_that_is_ended_resets_its_streams() {
         mesh.server.tunnels()[0].end();
         is_reset(&mut client).await;
         is_reset(&mut server).await;
-        assert_eq!(ends.recv().await.unwrap().0, Ended::StreamReset);
-        assert_eq!(mesh.ended.recv().await.unwrap().0, Ended::StreamReset);
+        assert_eq!(ends.recv().await.unwrap().0, CloseReason::StreamReset);
+        assert_eq!(mesh.ended.recv().await.unwrap().0, CloseReason::StreamReset);
         until("no tunnel is left", || {
             mesh.client.tunnels().is_empty() && mesh.server.tunnels().is_empty()
         })
@@ -236,7 +252,7 @@ fn streams_that_hold_too_much_end() {
             stall(&client).await;
             stalled.push((client, accepted.recv().await.unwrap()));
         }
-        assert_eq!(mesh.ended.recv().await.unwrap().0, Ended::Stalled);
+        assert_eq!(mesh.ended.recv().await.unwrap().0, CloseReason::Stalled);
         // Whoever is left is served when it reads.
         let echo = echo().await;
         round_trip(&mut mesh.open(echo).await.0).await;
