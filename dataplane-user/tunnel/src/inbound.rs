@@ -1,4 +1,4 @@
-//! The side that accepts: serves the tunnels of peers, and leads their streams to applications.
+//! The side that accepts: serves the tunnels of peers, and connects their streams to applications.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -30,41 +30,42 @@ use super::{
     Core, READ,
     copy::{CloseReason, Flow, Stream},
     error::{Error, Phase},
-    guard::{Bucket, Guard, Seen},
+    guard::{Bucket, Guard, PeerState},
     outbound::{other, tls_failed},
     tls::{self, Check},
-    tunnel::{self, Lease, Pulse},
+    tunnel::{self, Keepalive, Lease},
     workers::{Worker, least},
 };
 
-/// Streams that a peer may give up before they are answered, at once and in each second: each has cost a connection to
-/// the application (rapid reset).
+/// Streams that a peer may reset before their answer, in a burst and in each second: each costs a connection to the
+/// application (rapid reset).
 const GIVEN_UP: (u32, u32) = (1000, 200);
-/// How long accepting pauses if there are no resources.
+/// The pause of the accept loop after an error, such as too many open files. Also the time limit for sending GOAWAY to a peer
+/// whose tunnel is cut.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A stream that a peer asks for.
+/// The request for a stream.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Who the peer is.
+    /// The verified identity of the peer.
     pub peer: Identity,
-    /// The address that the tunnel comes from: the client's.
+    /// The source address of the tunnel, which is the client's.
     pub client: SocketAddr,
-    /// Where the stream leads.
+    /// The destination of the stream.
     pub authority: Authority,
 }
 
 impl Request {
-    /// Where the stream leads, if the authority is an address and a port.
+    /// Returns the destination of the stream, if the authority is an address and a port.
     pub fn destination(&self) -> Option<SocketAddr> {
         self.authority.as_str().parse().ok()
     }
 }
 
-/// Why a stream is refused.
+/// The reason for refusing a stream, and its status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// The destination is not this workload, or the request is wrong: 400.
+    /// The workload does not have the destination's address, or the request is invalid: 400.
     BadRequest,
     /// A policy denies it: 401.
     Denied,
@@ -86,21 +87,22 @@ impl Refusal {
 pub struct Accepted {
     /// The connection.
     pub socket: TcpStream,
-    /// What it carries: first what the application has sent, then what it was sent.
+    /// The connection's counters: bytes from the application, and bytes to the application.
     pub flow: Arc<Flow>,
-    /// Called at its end.
+    /// Called when the connection has ended.
     pub done: Box<dyn FnOnce(CloseReason) + Send>,
 }
 
-/// Decides where the streams of peers go.
+/// Chooses the destinations of peers' streams, and connects to them.
 pub trait Inbound: Send + Sync + 'static {
-    /// Connects to the application. The peer is answered only then. Dropped if the peer gives the stream up.
+    /// Connects to the application. The peer gets the answer when the future is ready. If the peer resets the stream before,
+    /// the future is dropped.
     ///
     /// # Errors
-    /// Why the peer is refused.
+    /// The reason for refusing the stream.
     fn connect(&self, request: Request) -> impl Future<Output = Result<Accepted, Refusal>> + Send;
 
-    /// A tunnel could not be made, or was cut.
+    /// Reports that a tunnel could not be established, or was cut.
     fn failed(&self, client: SocketAddr, error: &Error);
 }
 
@@ -111,7 +113,7 @@ pub struct Listening {
 }
 
 impl Listening {
-    /// Closes the socket, and tells the peers to begin no streams (GOAWAY). Returns at once.
+    /// Closes the socket, and sends GOAWAY to the peers: they begin no more streams. Returns at once.
     pub fn begin_drain(&self) {
         self.drain.send_replace(());
     }
@@ -122,11 +124,11 @@ impl Listening {
     }
 }
 
-/// How many tunnels come from each address.
+/// The number of tunnels from each address.
 #[derive(Default)]
 struct Peers(Mutex<HashMap<IpAddr, usize>>);
 
-/// A tunnel of an address.
+/// The place of a tunnel within the limits of its listening socket and of its address.
 struct Place {
     peers: Arc<Peers>,
     of: IpAddr,
@@ -134,7 +136,7 @@ struct Place {
 }
 
 impl Peers {
-    /// Counts a tunnel; `None` if the address has `most` of them.
+    /// Counts a tunnel until the place is dropped. Returns `None` if the address has `most` tunnels.
     fn admit(
         self: &Arc<Self>,
         of: IpAddr,
@@ -168,7 +170,7 @@ impl Drop for Place {
     }
 }
 
-/// What the tunnels of a listening socket share.
+/// The state that the tunnels of a listening socket share.
 struct Served<I, A> {
     core: Arc<Core<I>>,
     own: Identity,
@@ -191,7 +193,7 @@ pub(super) fn listen<I: Identities + 'static>(
     });
     let all = Arc::clone(workers);
     least(workers).spawn(async move {
-        // The thread's runtime must register it.
+        // The runtime of this thread must register the socket.
         if let Ok(listener) = tokio::net::TcpListener::from_std(listener) {
             accept(&served, &all, &listener, drains).await;
         }
@@ -209,7 +211,7 @@ async fn accept<I: Identities + 'static, A: Inbound>(
     let (permits, peers) = (Arc::new(Semaphore::new(settings.tunnels)), Arc::default());
     loop {
         let accepted = async {
-            // Fails only for a semaphore that was closed.
+            // Cannot fail: nothing closes the semaphore.
             let permit = Arc::clone(&permits).acquire_owned().await.ok();
             (listener.accept().await, permit)
         };
@@ -218,7 +220,7 @@ async fn accept<I: Identities + 'static, A: Inbound>(
             accepted = accepted => accepted,
         };
         let Ok((socket, client)) = accepted.and_then(|(socket, client)| {
-            // Another thread's runtime may serve it.
+            // The runtime of another thread may serve the connection.
             Ok((socket.into_std()?, socket::plain(client)))
         }) else {
             sleep(PAUSE).await;
@@ -261,14 +263,14 @@ async fn handshake<I: Identities + 'static, A: Inbound>(
         .accept(socket)
         .await
         .map_err(failed)?;
-    let proof = check.complete(stream.get_mut().1, client)?;
-    let seen = Arc::new(Seen::default());
-    let stream = Guard::new(stream, true, Arc::clone(&seen));
+    let peer = check.complete(stream.get_mut().1, client)?;
+    let peer_state = Arc::new(PeerState::default());
+    let stream = Guard::new(stream, true, Arc::clone(&peer_state));
     let connection = limited!(server::Builder::new())
         .handshake(stream)
         .await
-        .map_err(|cause| super::outbound::broken(client, Arc::new(cause), &seen))?;
-    let entry = core.registry.add(proof, client, None, seen);
+        .map_err(|cause| super::outbound::broken(client, Arc::new(cause), &peer_state))?;
+    let entry = core.registry.add(peer, client, None, peer_state);
     check.renew(&core.trust, client)?;
     Ok((connection, entry))
 }
@@ -292,17 +294,17 @@ async fn serve<I: Identities + 'static, A: Inbound>(
             to: client,
             phase: Phase::Handshake,
         })??,
-        // A peer that has no stream yet loses nothing.
+        // The peer has no stream yet that could be lost.
         _ = drains.changed() => return Ok(()),
     };
-    let (tunnel, mut pulse) = (&entry.tunnel, Pulse::new(connection.ping_pong()));
+    let (tunnel, mut keepalive) = (&entry.tunnel, Keepalive::new(connection.ping_pong()));
     let given_up = Arc::new(Mutex::new(Bucket::new(GIVEN_UP.0, GIVEN_UP.1)));
     let mut tick = interval(settings.ping.min(settings.idle) / 2);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut is_told = false;
+    let mut is_draining = false;
     loop {
-        if !is_told && tunnel.proof.until <= SystemTime::now() {
-            is_told = true;
+        if !is_draining && tunnel.peer.until <= SystemTime::now() {
+            is_draining = true;
             connection.graceful_shutdown();
         }
         tokio::select! {
@@ -316,19 +318,19 @@ async fn serve<I: Identities + 'static, A: Inbound>(
                     };
                     worker.spawn(asked.answer(request, respond));
                 }
-                Some(Err(cause)) if cause.is_io() && tunnel.seen.flood().is_none() && tunnel.seen.alert().is_none() => {
-                    // The peer has closed its socket: if a stream was open, it was reset.
+                Some(Err(cause)) if cause.is_io() && tunnel.peer_state.flood().is_none() && tunnel.peer_state.alert().is_none() => {
+                    // The peer has closed its socket, which resets open streams.
                     return Ok(());
                 }
                 Some(Err(cause)) => return Err(tunnel.broken(cause)),
                 None => return Ok(()),
             },
             () = tunnel.until_end() => {
-                let Some(what) = tunnel.seen.flood() else {
+                let Some(what) = tunnel.peer_state.flood() else {
                     return Ok(());
                 };
                 connection.abrupt_shutdown(Reason::ENHANCE_YOUR_CALM);
-                // Sends it, if the socket takes it.
+                // Sends GOAWAY if the socket takes it in time.
                 let _ = timeout(PAUSE, poll_fn(|cx| connection.poll_closed(cx))).await;
                 return Err(Error::Flood { to: client, what });
             }
@@ -336,17 +338,17 @@ async fn serve<I: Identities + 'static, A: Inbound>(
                 if drain.is_err() {
                     return Ok(());
                 }
-                is_told = true;
+                is_draining = true;
                 connection.graceful_shutdown();
             }
             _ = tick.tick() => {
-                let (silent, idle) = pulse.tick(tunnel);
+                let (silent, idle) = keepalive.tick(tunnel);
                 if silent >= settings.ping + settings.pong {
                     return Err(Error::Silent { to: client });
                 }
-                // Twice: the side that connects is to end it.
-                if idle >= settings.idle * 2 && !is_told {
-                    is_told = true;
+                // Twice the time, because normally the side that connects ends an idle tunnel.
+                if idle >= settings.idle * 2 && !is_draining {
+                    is_draining = true;
                     connection.graceful_shutdown();
                 }
             }
@@ -354,7 +356,7 @@ async fn serve<I: Identities + 'static, A: Inbound>(
     }
 }
 
-/// A stream that was asked for.
+/// A stream that a peer has requested.
 struct Asked<I, A> {
     served: Arc<Served<I, A>>,
     lease: Lease,
@@ -371,19 +373,19 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
             response
         };
         let refuse = |respond: &mut SendResponse<Bytes>, refusal: Refusal| {
-            // Fails if the peer is gone.
+            // Fails if the peer has ended the stream or the tunnel.
             let _ = respond.send_response(answer(refusal.status()), true);
         };
         let (Method::CONNECT, Some(authority)) = (head.method, head.uri.authority()) else {
             refuse(&mut respond, Refusal::BadRequest);
             return;
         };
-        if self.lease.0.proof.until <= SystemTime::now() {
+        if self.lease.0.peer.until <= SystemTime::now() {
             refuse(&mut respond, Refusal::Unavailable);
             return;
         }
         let connect = self.served.inbound.connect(Request {
-            peer: self.lease.0.proof.peer.clone(),
+            peer: self.lease.0.peer.identity.clone(),
             client: self.client,
             authority: authority.clone(),
         });
@@ -404,8 +406,12 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
         let sent = respond.send_response(answer(StatusCode::OK), false);
         drop(respond);
         let ended = if let Ok(send) = sent {
-            let all_held = Arc::clone(&self.served.core.held);
-            let stream = Stream::new(send, recv, all_held, self.lease);
+            let stream = Stream {
+                send,
+                recv,
+                budget: Arc::clone(&self.served.core.budget),
+                lease: self.lease,
+            };
             stream.copy(accepted.socket, &accepted.flow).await
         } else {
             self.note_given_up();
@@ -415,11 +421,14 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
         (accepted.done)(ended);
     }
 
-    /// Cuts the tunnel of a peer that gives up too many streams.
+    /// Counts a stream that the peer has given up. Cuts the tunnel if the peer gives up too many streams.
     fn note_given_up(&self) {
         let mut given_up = self.given_up.lock().unwrap_or_else(PoisonError::into_inner);
         if !given_up.take() {
-            self.lease.0.seen.set_flood("RST_STREAM before the answer");
+            self.lease
+                .0
+                .peer_state
+                .set_flood("RST_STREAM before the answer");
             self.lease.0.end();
         }
     }

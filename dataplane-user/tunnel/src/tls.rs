@@ -1,6 +1,7 @@
 //! TLS of tunnels: version 1.3, both sides with a certificate, no name of the server, no resumption.
 //!
-//! Configurations are made for each handshake, because they hold whom the peer must be, and who it was.
+//! Each handshake has its own configuration, because the configuration holds the expected identities of the peer and the
+//! result of the verification.
 
 use std::{
     io,
@@ -34,8 +35,8 @@ use super::{copy::LARGE, error::Error};
 /// The protocol that both sides must choose.
 const H2: &[u8] = b"h2";
 
-/// The cryptography of all tunnels: AES-GCM only, the cheaper one first, and each key exchange that the provider has. The
-/// one place that names the provider.
+/// The cryptography of all tunnels: AES-GCM only, the cheaper suite first, and each key exchange that the provider has. No
+/// other place names the provider.
 static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
     let mut provider = rustls::crypto::ring::default_provider();
     let suites = [
@@ -48,12 +49,12 @@ static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
     Arc::new(provider)
 });
 
-/// The cryptography of all tunnels, for the source of certificates.
+/// Returns the cryptography of all tunnels, for the source of certificates.
 pub fn provider() -> Arc<CryptoProvider> {
     Arc::clone(&PROVIDER)
 }
 
-/// The present roots, read once for each change.
+/// The current roots, parsed once for each change.
 #[derive(Debug)]
 pub struct Trust {
     roots: watch::Receiver<Arc<Roots>>,
@@ -69,10 +70,10 @@ impl Trust {
         }
     }
 
-    /// Returns the verifier by the present roots.
+    /// Returns the verifier for the current roots.
     ///
     /// # Errors
-    /// If the roots cannot be read: then nobody is trusted.
+    /// If the roots cannot be read: then no peer is trusted.
     pub fn verifier(&self) -> Result<Arc<Verifier>, Box<str>> {
         let roots = Arc::clone(&self.roots.borrow());
         let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
@@ -88,30 +89,31 @@ impl Trust {
     }
 }
 
-/// What a handshake proved.
+/// A peer whose certificate the handshake has verified.
 #[derive(Clone, Debug)]
-pub struct Proof {
-    /// Who the peer is.
-    pub peer: Identity,
-    /// The peer's chain, to be verified again when the roots change.
+pub struct VerifiedPeer {
+    /// The identity in the certificate.
+    pub identity: Identity,
+    /// The certificate chain, which is verified again when the roots change.
     pub chain: Arc<[CertificateDer<'static>]>,
     /// The time of the handshake.
     pub at: SystemTime,
-    /// When the peer's certificate ends: no stream begins later.
+    /// The time at which the certificate expires: no stream begins later.
     pub until: SystemTime,
 }
 
-/// Verifies the peer of one handshake, and keeps the result.
+/// The verifier of the peer of one handshake. Keeps the result.
 #[derive(Debug)]
 pub struct Check {
     verifier: Arc<Verifier>,
-    /// The identities that the peer may have; `None`: any of a trusted domain.
+    /// The identities that the peer may have; `None`: any identity of a trusted domain.
     expected: Option<Arc<[Identity]>>,
-    result: OnceLock<Result<Proof, PeerError>>,
+    result: OnceLock<Result<VerifiedPeer, PeerError>>,
 }
 
 impl Check {
-    /// A check for one handshake. `expected`: the identities that the peer may have; `None`: any of a trusted domain.
+    /// Makes a check for one handshake. `expected`: the identities that the peer may have; `None`: any identity of a trusted
+    /// domain.
     pub fn new(verifier: Arc<Verifier>, expected: Option<Arc<[Identity]>>) -> Arc<Self> {
         Arc::new(Self {
             verifier,
@@ -120,12 +122,12 @@ impl Check {
         })
     }
 
-    /// The result; `None` before the peer has presented a certificate.
-    pub fn result(&self) -> Option<&Result<Proof, PeerError>> {
+    /// Returns the result; `None` before the peer has presented a certificate.
+    pub fn result(&self) -> Option<&Result<VerifiedPeer, PeerError>> {
         self.result.get()
     }
 
-    /// Prepares a session with the peer at `to` after its handshake, and returns what the handshake proved.
+    /// Prepares a session with the peer at `to` after its handshake, and returns the verified peer.
     ///
     /// # Errors
     /// If the peer presented no certificate, or did not choose HTTP/2.
@@ -133,33 +135,33 @@ impl Check {
         &self,
         session: &mut ConnectionCommon<D>,
         to: SocketAddr,
-    ) -> Result<Proof, Error> {
-        let Some(Ok(proof)) = self.result() else {
+    ) -> Result<VerifiedPeer, Error> {
+        let Some(Ok(peer)) = self.result() else {
             let cause = Arc::new(io::Error::other("the peer presented no certificate"));
             return Err(Error::Tls { to, cause });
         };
         if session.alpn_protocol() != Some(H2) {
-            let cause = "it does not offer `h2` in TLS".into();
+            let cause = "the peer did not negotiate `h2` by ALPN".into();
             return Err(Error::NotH2 { to, cause });
         }
         session.set_buffer_limit(Some(LARGE));
-        Ok(proof.clone())
+        Ok(peer.clone())
     }
 
-    /// Verifies the peer again if the roots have changed since the check was made. For a tunnel that the registry has: what
-    /// changes later ends it.
+    /// Verifies the peer again if the roots have changed since the check was made. The caller has added the tunnel to the
+    /// registry before: a later change of the roots finds the tunnel there.
     ///
     /// # Errors
-    /// If the present roots cannot be read, or do not allow the peer.
+    /// If the current roots cannot be read, or do not allow the peer.
     pub fn renew(&self, trust: &Trust, to: SocketAddr) -> Result<(), Error> {
         let verifier = trust.verifier().map_err(Error::Roots)?;
-        let Some(Ok(proof)) = self.result() else {
+        let Some(Ok(peer)) = self.result() else {
             return Ok(());
         };
         if Arc::ptr_eq(&verifier, &self.verifier) {
             return Ok(());
         }
-        let result = verifier.verify(&proof.chain, proof.at).map(drop);
+        let result = verifier.verify(&peer.chain, peer.at).map(drop);
         result.map_err(|cause| Error::Peer { to, cause })
     }
 
@@ -172,14 +174,14 @@ impl Check {
         let chain = std::iter::once(leaf).chain(rest);
         let chain: Arc<[_]> = chain.map(|one| one.clone().into_owned()).collect();
         let at = UNIX_EPOCH + Duration::from_secs(now.as_secs());
-        let found = self.verifier.verify(&chain, at).and_then(|peer| {
-            let peer = match &self.expected {
-                Some(expected) => identity::expect(peer, expected)?,
-                None => peer,
+        let found = self.verifier.verify(&chain, at).and_then(|identity| {
+            let identity = match &self.expected {
+                Some(expected) => identity::expect(identity, expected)?,
+                None => identity,
             };
             let until = identity::end(leaf)?;
-            Ok(Proof {
-                peer,
+            Ok(VerifiedPeer {
+                identity,
                 chain,
                 at,
                 until,
@@ -189,7 +191,7 @@ impl Check {
             .as_ref()
             .map(drop)
             .map_err(|error| error.clone().into());
-        // A handshake has one certificate of the peer.
+        // Cannot fail: rustls verifies one certificate in a handshake.
         let _ = self.result.set(found);
         result
     }
@@ -261,7 +263,7 @@ impl ClientCertVerifier for Check {
     signatures!();
 }
 
-/// The one certificate of a side.
+/// The certificate of this side, which is presented to every peer.
 #[derive(Debug)]
 struct Own(Arc<CertifiedKey>);
 
@@ -288,7 +290,7 @@ impl ResolvesServerCert for Own {
     }
 }
 
-/// The configuration of the side that connects.
+/// Returns the configuration of the side that connects.
 ///
 /// # Errors
 /// If the provider has no TLS 1.3.
@@ -304,7 +306,7 @@ pub fn client(own: &Credential, check: Arc<Check>) -> Result<Arc<ClientConfig>, 
     Ok(Arc::new(config))
 }
 
-/// The configuration of the side that accepts.
+/// Returns the configuration of the side that accepts.
 ///
 /// # Errors
 /// If the provider has no TLS 1.3.

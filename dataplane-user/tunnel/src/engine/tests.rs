@@ -103,7 +103,7 @@ impl World {
         Self::with_client(&[])
     }
 
-    /// With these addresses of the client.
+    /// Makes a world in which the client has these addresses.
     fn with_client(addresses: &[Ipv4Addr]) -> Self {
         let log = Lines::default();
         let plain = Settings {
@@ -174,7 +174,7 @@ impl World {
         stream
     }
 
-    /// Ends it, and returns the access log.
+    /// Ends the world, and returns the access log.
     fn end(self) -> Vec<String> {
         drop(self.engine);
         self.proxy.drain(PATIENCE);
@@ -190,7 +190,7 @@ fn read(mut stream: &TcpStream) -> io::Result<String> {
 }
 
 #[test]
-fn a_connection_goes_through_a_tunnel_with_what_was_read_before() {
+fn a_connection_goes_through_a_tunnel_with_the_bytes_read_before() {
     let world = World::new();
     let mut client = world.connect();
     // The proxy reads this before it knows that there is a tunnel.
@@ -206,7 +206,11 @@ fn a_connection_goes_through_a_tunnel_with_what_was_read_before() {
     server.write_all(b"answer").unwrap();
     drop(server);
     assert_eq!(read(&client).unwrap(), "answer");
-    assert_eq!(world.engine.tunnels.tunnels().len(), 2, "both sides of one");
+    assert_eq!(
+        world.engine.tunnels.tunnels().len(),
+        2,
+        "both sides of one tunnel"
+    );
     let lines = world.end();
     assert_eq!(lines.len(), 2, "{lines:?}");
     for (of, peer) in [
@@ -280,7 +284,7 @@ fn a_stream_to_another_address_than_the_workloads_is_refused() {
             Err(Error::Refused { status, .. }) => status.as_u16(),
             other => panic!("{authority}: {other:?}"),
         };
-        // At the v4-mapped address nobody listens.
+        // No process listens at the v4-mapped address.
         let wanted = if authority.starts_with('[') { 503 } else { 400 };
         assert_eq!(status, wanted, "{authority}");
     }
@@ -313,7 +317,7 @@ fn tunnels_to_a_workload_end_with_it() {
     snapshot.workloads.insert(other.name.clone(), other);
     world.proxy.set_snapshot(snapshot);
     assert!(read(&client).is_err() && read(&server).is_err());
-    // And it does not have the identity that it must have.
+    // The other workload does not have the expected identity.
     let again = world.connect();
     assert!(read(&again).is_err());
     let lines = world.end();

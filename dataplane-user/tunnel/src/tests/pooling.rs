@@ -1,4 +1,4 @@
-//! How long tunnels live, and who shares them.
+//! The lifetime of tunnels, and the streams that share them.
 
 use std::{
     future::pending,
@@ -14,7 +14,7 @@ use tokio::{io::AsyncReadExt, net::TcpStream, time::sleep};
 use super::{fixture::*, raw::*};
 use crate::{Settings, copy::CloseReason, error::Error, outbound::Connect};
 
-/// Counts the connections that are made.
+/// Counts the TCP connections of new tunnels.
 fn counted(mut connect: Connect) -> (Connect, Arc<AtomicUsize>) {
     let count = Arc::new(AtomicUsize::new(0));
     let counter = Arc::clone(&count);
@@ -34,7 +34,7 @@ fn streams_share_tunnels_up_to_the_limit() {
         };
         let mesh = mesh_of(settings, |_| {});
         let (connect, dialled) = counted(to(mesh.at, echo().await));
-        // All at once: nobody dials in vain.
+        // The streams begin at once. Each TCP connection becomes a tunnel that is used.
         let streams = (0..7).map(|_| mesh.open_by(connect.clone()));
         let mut clients = Vec::new();
         for stream in streams {
@@ -52,7 +52,7 @@ fn streams_share_tunnels_up_to_the_limit() {
             .collect();
         streams.sort_unstable();
         assert_eq!(streams, [1, 3, 3]);
-        // Places that are free again are used.
+        // New streams take free places in existing tunnels.
         clients.truncate(2);
         until("streams end", || {
             mesh.client
@@ -90,14 +90,14 @@ fn other_keys_have_other_tunnels() {
         }
         assert_eq!(mesh.client.tunnels().len(), 5);
         mesh.client.end_workload("another uid");
-        until("it ends", || mesh.client.tunnels().len() == 4).await;
+        until("the tunnel ends", || mesh.client.tunnels().len() == 4).await;
         assert!(clients.pop().unwrap().read(&mut [0]).await.is_err());
         round_trip(&mut clients[0]).await;
     });
 }
 
 #[test]
-fn what_is_being_made_for_a_workload_that_ends_is_not_used() {
+fn a_pending_tunnel_to_a_workload_that_ends_is_not_used() {
     run(async {
         let mesh = mesh();
         let mut connect = to(mesh.at, echo().await);
@@ -133,11 +133,14 @@ fn idle_tunnels_end() {
         round_trip(&mut client).await;
         assert_eq!(mesh.client.tunnels().len(), 1);
         drop(client);
-        until("it ends on both sides", || {
+        until("the tunnel ends on both sides", || {
             mesh.client.tunnels().is_empty() && mesh.server.tunnels().is_empty()
         })
         .await;
-        assert!(mesh.failed.try_recv().is_err(), "that is no failure");
+        assert!(
+            mesh.failed.try_recv().is_err(),
+            "an idle tunnel is no failure"
+        );
         round_trip(&mut mesh.open(echo).await.0).await;
     });
 }
@@ -151,7 +154,7 @@ fn a_peer_that_drains_keeps_its_streams_and_gets_no_new_ones() {
         round_trip(&mut old).await;
         let listening = mesh.listening.take().unwrap();
         listening.begin_drain();
-        // Its successor.
+        // The successor of the listening socket.
         until("the socket is closed", || {
             std::net::TcpListener::bind(mesh.at).is_ok()
         })
@@ -169,9 +172,9 @@ fn a_peer_that_drains_keeps_its_streams_and_gets_no_new_ones() {
         assert!(!listening.is_drained());
         drop(old);
         assert_eq!(ends.recv().await.unwrap().0, CloseReason::Closed);
-        until("it has drained", || listening.is_drained()).await;
+        until("the drain ends", || listening.is_drained()).await;
         round_trip(&mut new).await;
-        until("the old one ends", || mesh.client.tunnels().len() == 1).await;
+        until("the old tunnel ends", || mesh.client.tunnels().len() == 1).await;
     });
 }
 
@@ -184,7 +187,7 @@ fn a_peer_that_restarts_gets_new_tunnels() {
         round_trip(&mut client).await;
         drop(mesh.listening.take());
         assert!(client.read(&mut [0]).await.is_err());
-        until("it ends", || mesh.server.tunnels().is_empty()).await;
+        until("the tunnel ends", || mesh.server.tunnels().is_empty()).await;
         let error = mesh.connect(to(mesh.at, echo)).await.unwrap_err();
         assert!(matches!(error, Error::Connect { .. }), "{error}");
         let listener = std::net::TcpListener::bind(mesh.at).unwrap();
@@ -226,10 +229,10 @@ fn streams_outlive_certificates_that_rotate() {
             .find(|tunnel| !Arc::ptr_eq(tunnel, &first))
             .unwrap();
         assert_ne!(
-            second.proof.chain, first.proof.chain,
-            "the server has a new one, too"
+            second.peer.chain, first.peer.chain,
+            "the server has a new certificate, too"
         );
-        // The roots change, and nobody is revoked.
+        // The roots change. No certificate in use is revoked.
         let roots = mesh.certificates.authority.roots(&[99]);
         mesh.certificates.roots.send_replace(roots.into());
         sleep(Duration::from_millis(200)).await;
@@ -291,7 +294,7 @@ fn idle_streams_hold_little() {
             round_trip(&mut client).await;
             clients.push(client);
         }
-        // Both sides, and the test's own.
+        // Includes both sides of the tunnel, and the test's own memory.
         let each = memory().saturating_sub(before) / 400;
         assert!(each < 64 << 10, "{each} bytes for an idle stream");
     });
@@ -313,12 +316,12 @@ fn a_tunnel_ends_after_the_certificate_of_its_peer() {
         let (mut old, _) = mesh.open(echo).await;
         round_trip(&mut old).await;
         // The server checks the certificate at least every 100 ms.
-        let checked = mesh.server.tunnels()[0].proof.until + Duration::from_millis(300);
+        let checked = mesh.server.tunnels()[0].peer.until + Duration::from_millis(300);
         until("the server sends GOAWAY", || SystemTime::now() > checked).await;
         // The open stream continues. The tunnel ends with the stream.
         round_trip(&mut old).await;
         assert_eq!(mesh.server.tunnels().len(), 1);
         drop(old);
-        until("it ends", || mesh.server.tunnels().is_empty()).await;
+        until("the tunnel ends", || mesh.server.tunnels().is_empty()).await;
     });
 }

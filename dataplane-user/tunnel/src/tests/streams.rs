@@ -1,4 +1,4 @@
-//! What streams carry: bytes, ends and resets.
+//! The contents of streams: bytes, ends and resets.
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ fn reset(socket: TcpStream) {
     drop(socket);
 }
 
-/// Returns the client's part before the server's, or after it.
+/// Returns the client's value before the server's, or after it.
 fn ordered<T>(client: T, server: T, client_first: bool) -> (T, T) {
     if client_first {
         (client, server)
@@ -30,7 +30,7 @@ async fn is_reset(socket: &mut TcpStream) {
     let mut bytes = [0; 1 << 10];
     loop {
         match socket.read(&mut bytes).await {
-            Ok(0) => panic!("it was ended, not reset"),
+            Ok(0) => panic!("the connection was closed, not reset"),
             Ok(_) => {}
             Err(error) => {
                 assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
@@ -41,7 +41,7 @@ async fn is_reset(socket: &mut TcpStream) {
 }
 
 #[test]
-fn a_round_trip_says_who_asks() {
+fn the_server_knows_the_identity_of_the_client() {
     run(async {
         let mut mesh = mesh();
         let application = echo().await;
@@ -119,7 +119,7 @@ fn each_side_may_end_first_and_still_read() {
             second.read_to_string(&mut text).await.unwrap();
             assert_eq!(text, "last words");
             tokio::time::sleep(Duration::from_millis(50)).await;
-            assert!(ends.try_recv().is_err(), "one way is left");
+            assert!(ends.try_recv().is_err(), "one direction is open");
             second.write_all(b"and an answer").await.unwrap();
             drop(second);
             text.clear();
@@ -136,7 +136,7 @@ fn a_reset_of_one_side_is_a_reset_of_the_other() {
     run(async {
         let mut mesh = mesh();
         let (at, mut accepted) = application().await;
-        // Idle; after a FIN of the side that is reset; after a FIN of the one that resets; both.
+        // Whether the side that resets, and the other side, have sent FIN before.
         for half_closed in [[false, false], [true, false], [false, true]] {
             for client_first in [true, false] {
                 let (client, mut ends) = mesh.open(at).await;
@@ -187,7 +187,7 @@ fn a_tunnel_that_is_ended_resets_its_streams() {
     });
 }
 
-/// Fills a connection until neither side takes more.
+/// Writes until the tunnel takes no more bytes. Returns their number.
 async fn stall(client: &TcpStream) -> usize {
     let (bytes, mut filled) = (vec![7; 1 << 20], 0);
     while timeout(Duration::from_millis(300), client.writable())
@@ -217,7 +217,7 @@ fn stalled_readers_do_not_slow_other_streams() {
             assert!(filled < 32 << 20, "{filled} bytes were taken");
             stalled.push((client, server));
         }
-        assert_eq!(mesh.client.tunnels().len(), 1, "all share a tunnel");
+        assert_eq!(mesh.client.tunnels().len(), 1, "all streams share a tunnel");
         let began = Instant::now();
         for client in &mut others {
             for _ in 0..20 {
@@ -229,7 +229,7 @@ fn stalled_readers_do_not_slow_other_streams() {
             "{:?}",
             began.elapsed()
         );
-        // Bulk, too.
+        // Bulk transfer is not slow, either.
         let (mut read, mut write) = others.pop().unwrap().into_split();
         let writer = tokio::spawn(async move { write.write_all(&vec![1; 16 << 20]).await });
         read.read_exact(&mut vec![0; 16 << 20]).await.unwrap();
@@ -241,7 +241,7 @@ fn stalled_readers_do_not_slow_other_streams() {
 fn streams_that_hold_too_much_end() {
     run(async {
         let settings = Settings {
-            held: 4 << 20,
+            buffered: 4 << 20,
             ..settings()
         };
         let mut mesh = mesh_of(settings, |_| {});
@@ -253,7 +253,7 @@ fn streams_that_hold_too_much_end() {
             stalled.push((client, accepted.recv().await.unwrap()));
         }
         assert_eq!(mesh.ended.recv().await.unwrap().0, CloseReason::Stalled);
-        // Whoever is left is served when it reads.
+        // Other streams are still served.
         let echo = echo().await;
         round_trip(&mut mesh.open(echo).await.0).await;
     });
