@@ -1,8 +1,8 @@
 //! Copies between a socket and a stream of a tunnel, both ways.
 //!
-//! An idle stream holds no buffer: a thread reads into one buffer that all of its streams share. What the stream's peer
-//! has sent stays in the HTTP/2 library's buffers until the socket takes it; the stream's window bounds it, and
-//! [`Held`] bounds the sum.
+//! An idle stream holds no buffer: the streams of a thread share the buffers of reads. Bytes that the stream's peer has
+//! sent stay in the HTTP/2 library's buffers until the socket takes them. The stream's window bounds these bytes, and
+//! [`Budget`] bounds their sum.
 
 use std::{
     cell::RefCell,
@@ -32,40 +32,41 @@ use tokio::{
 
 use super::{FRAME, tunnel::Lease};
 
-/// The most that is read from a socket at a time, and that waits in the library for the tunnel's socket: whole frames.
+/// The maximum size of a read from a socket, and of the bytes that wait in the library for the tunnel's socket: whole
+/// frames.
 pub const LARGE: usize = 4 * FRAME as usize;
-/// The most that is read at a time from a socket that has not shown yet that it has more.
+/// The size of the first read from a socket. The size doubles while reads fill it.
 const SMALL: usize = 16 << 10;
 /// Reads up to this size are copied, so that a few bytes do not keep the shared buffer alive.
 const COPIED: usize = 4 << 10;
-/// Pieces that one write takes.
+/// The maximum number of pieces in one write.
 const PIECES: usize = 64;
-/// Reads or writes in a row, before other streams of the thread are served.
+/// The maximum number of reads or writes in a row before the thread serves other streams.
 const TURNS: usize = 8;
 /// The window of a stream: a single stream fills 10 Gbit/s at a round trip of 1.6 ms.
 pub const WINDOW: u32 = 2 << 20;
-/// The window that a stream still gets while streams hold more than half of what they may.
+/// The window of a stream while more than half of the budget is in use.
 const NARROW: usize = 128 << 10;
-/// How long a socket takes nothing before its stream may be ended, if streams hold too much.
+/// The time without progress of a socket after which its stream may be ended, if the budget is exceeded.
 const STALLED: Duration = Duration::from_secs(1);
 
-/// Buffers of a thread. The parts of one are in use while the next one is filled.
+/// The maximum number of buffers of a thread. Parts of one buffer are in use while the next buffer is filled.
 const BUFFERS: usize = 4;
 
 thread_local! {
     static SHARED: RefCell<VecDeque<BytesMut>> = RefCell::default();
 }
 
-/// Bytes that all streams of the process hold for sockets that do not keep up.
+/// The budget for bytes that all streams of the process buffer for slow sockets.
 #[derive(Debug)]
-pub struct Held {
+pub struct Budget {
     bytes: AtomicUsize,
     streams: AtomicUsize,
     most: usize,
 }
 
-impl Held {
-    /// Streams may hold so many bytes together.
+impl Budget {
+    /// Makes a budget of `most` bytes.
     pub fn new(most: usize) -> Self {
         Self {
             bytes: AtomicUsize::new(0),
@@ -74,12 +75,12 @@ impl Held {
         }
     }
 
-    /// Whether streams hold more than half of what they may.
-    fn is_much(&self) -> bool {
+    /// Returns whether more than half of the budget is in use.
+    fn is_scarce(&self) -> bool {
         self.bytes.load(Ordering::Relaxed) > self.most / 2
     }
 
-    /// Whether streams hold too much, and a stream with so many bytes is one of those to end.
+    /// Returns whether the budget is exceeded, and a stream with `own` bytes must end: it has at least the average.
     fn ends(&self, own: usize) -> bool {
         let all = self.bytes.load(Ordering::Relaxed);
         let streams = self.streams.load(Ordering::Relaxed).max(1);
@@ -87,10 +88,10 @@ impl Held {
     }
 }
 
-/// The share of one stream in what is held.
+/// The share of one stream in the budget.
 #[derive(Debug)]
 struct Share {
-    all: Arc<Held>,
+    budget: Arc<Budget>,
     own: usize,
 }
 
@@ -98,13 +99,13 @@ impl Share {
     fn set(&mut self, own: usize) {
         let was = std::mem::replace(&mut self.own, own);
         if (own > 0) != (was > 0) {
-            // Wraps around to one less.
+            // Adding `usize::MAX` wraps around, so it subtracts one.
             let change = if own > 0 { 1 } else { usize::MAX };
-            self.all.streams.fetch_add(change, Ordering::Relaxed);
+            self.budget.streams.fetch_add(change, Ordering::Relaxed);
         }
         if own != was {
             let change = own.wrapping_sub(was);
-            self.all.bytes.fetch_add(change, Ordering::Relaxed);
+            self.budget.bytes.fetch_add(change, Ordering::Relaxed);
         }
     }
 }
@@ -115,7 +116,7 @@ impl Drop for Share {
     }
 }
 
-/// A relayed connection, seen from elsewhere: what it has carried, and a way to end it.
+/// The counters of a relayed connection, and the means to end the connection from another task.
 #[derive(Debug, Default)]
 pub struct Flow {
     bytes: [AtomicU64; 2],
@@ -123,17 +124,17 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// Bytes that the socket has sent, and that the socket has taken.
+    /// Returns the number of bytes read from the socket, and of bytes written to the socket.
     pub fn bytes(&self) -> [u64; 2] {
         [0, 1].map(|way: usize| self.bytes[way].load(Ordering::Relaxed))
     }
 
-    /// Resets both sides.
+    /// Makes [`Stream::copy`] reset both sides.
     pub fn end(&self) {
         self.end.notify_one();
     }
 
-    /// Waits for [`Flow::end`], before there is a stream.
+    /// Waits for [`Flow::end`] while the connection has no stream yet.
     pub async fn until_end(&self) {
         self.end.notified().await;
     }
@@ -145,58 +146,51 @@ impl Flow {
     }
 }
 
-/// How a relayed connection ended.
+/// The reason for which a relayed connection ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
+pub enum CloseReason {
     /// Both sides ended it.
     Closed,
     /// The socket's peer reset it.
     SocketReset,
     /// The tunnel's peer reset it, or the tunnel broke.
     StreamReset,
-    /// The socket took nothing, and streams held too much.
+    /// The socket was blocked while the budget was exceeded.
     Stalled,
     /// [`Flow::end`] was called.
-    Ended,
+    Aborted,
 }
 
 /// A stream of a tunnel, after the answer 200.
 #[derive(Debug)]
 pub struct Stream {
-    send: SendStream<Bytes>,
-    recv: RecvStream,
-    held: Arc<Held>,
-    /// Last: the tunnel has one stream less.
-    lease: Lease,
+    /// The direction to the peer.
+    pub send: SendStream<Bytes>,
+    /// The direction from the peer.
+    pub recv: RecvStream,
+    /// The budget for bytes that the plain socket has not taken.
+    pub budget: Arc<Budget>,
+    /// The stream's place in the tunnel. Dropped last, after the directions have ended.
+    pub lease: Lease,
 }
 
 impl Stream {
-    /// Joins the two directions of a stream.
-    pub fn new(send: SendStream<Bytes>, recv: RecvStream, held: Arc<Held>, lease: Lease) -> Self {
-        Self {
-            send,
-            recv,
-            held,
-            lease,
-        }
-    }
-
-    /// The identity that the peer has proven.
+    /// Returns the verified identity of the peer.
     pub fn peer(&self) -> &Identity {
-        &self.lease.0.proof.peer
+        &self.lease.0.peer.identity
     }
 
     /// Sends bytes that were read from the socket already, before [`Stream::copy`].
     pub fn send_first(&mut self, bytes: Vec<u8>, flow: &Flow) {
         let count = bytes.len();
-        // Fails if the peer has reset the stream, which is seen by what follows.
+        // Fails if the peer has reset the stream. `copy` then finds the reset.
         if self.send.send_data(bytes.into(), false).is_ok() {
             flow.add(0, count);
         }
     }
 
-    /// Copies both ways until both sides have ended, or one is reset: then the other is reset, too.
-    pub async fn copy(self, socket: TcpStream, flow: &Flow) -> Ended {
+    /// Copies both ways until both sides have ended. Resets the socket and the stream if one of them is reset.
+    pub async fn copy(self, socket: TcpStream, flow: &Flow) -> CloseReason {
         let mut copy = Copy {
             socket: &socket,
             flow,
@@ -210,7 +204,7 @@ impl Stream {
             pending: VecDeque::new(),
             unreleased: 0,
             share: Share {
-                all: self.held,
+                budget: self.budget,
                 own: 0,
             },
             blocked: None,
@@ -219,15 +213,15 @@ impl Stream {
         let ended = tokio::select! {
             biased;
             ended = poll_fn(|cx| copy.poll(cx)) => ended,
-            () = flow.end.notified() => Ended::Ended,
-            // A reset is seen also when nothing is read from the socket.
-            _ = socket.ready(Interest::ERROR) => Ended::SocketReset,
+            () = flow.end.notified() => CloseReason::Aborted,
+            // Finds a reset also while `poll` reads nothing from the socket.
+            _ = socket.ready(Interest::ERROR) => CloseReason::SocketReset,
         };
         match ended {
-            Ended::Closed => return ended,
-            Ended::StreamReset => {}
-            Ended::SocketReset => copy.send.send_reset(Reason::CONNECT_ERROR),
-            Ended::Stalled | Ended::Ended => copy.send.send_reset(Reason::CANCEL),
+            CloseReason::Closed => return ended,
+            CloseReason::StreamReset => {}
+            CloseReason::SocketReset => copy.send.send_reset(Reason::CONNECT_ERROR),
+            CloseReason::Stalled | CloseReason::Aborted => copy.send.send_reset(Reason::CANCEL),
         }
         reset_on_close(&socket);
         ended
@@ -240,31 +234,31 @@ struct Copy<'a> {
     send: SendStream<Bytes>,
     /// The size of the next read.
     up_size: usize,
-    /// The socket's end was passed on.
+    /// The socket's FIN was passed to the stream.
     up_done: bool,
     recv: RecvStream,
-    /// The stream's end was read.
+    /// END_STREAM was read from the stream.
     recv_done: bool,
-    /// The stream's end was passed on.
+    /// END_STREAM was passed to the socket as FIN.
     down_done: bool,
-    /// The peer has reset the stream.
+    /// The reason of the peer's reset of the stream.
     reset: Option<Reason>,
-    /// What was read from the stream, and the socket has not taken.
+    /// Bytes that were read from the stream, and that the socket has not taken.
     pending: VecDeque<Bytes>,
-    /// Bytes that the socket has taken, and whose part of the window is kept.
+    /// The number of bytes that the socket has taken, and whose part of the window is not released yet.
     unreleased: usize,
     share: Share,
-    /// Since when the socket takes nothing.
+    /// The time since which the socket is blocked.
     blocked: Option<Instant>,
-    /// Runs while the socket takes nothing.
+    /// The timer of a blocked socket.
     timer: Option<Pin<Box<Sleep>>>,
 }
 
-/// Which side broke.
-type Step = Poll<Result<(), Ended>>;
+/// The progress of one direction.
+type Step = Poll<Result<(), CloseReason>>;
 
 impl Copy<'_> {
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Ended> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<CloseReason> {
         if self.reset.is_none()
             && !(self.up_done && self.recv_done)
             && let Poll::Ready(reset) = self.send.poll_reset(cx)
@@ -277,10 +271,10 @@ impl Copy<'_> {
             return Poll::Ready(ended);
         }
         if let Some(reason) = self.reset {
-            // What the peer sent before it comes first, if the peer has ended it.
+            // If the peer ended its direction before the reset, the socket still takes the bytes of that direction.
             return match (self.down_done, reason) {
-                (true, Reason::NO_ERROR) => Poll::Ready(Ended::Closed),
-                (true, _) => Poll::Ready(Ended::StreamReset),
+                (true, Reason::NO_ERROR) => Poll::Ready(CloseReason::Closed),
+                (true, _) => Poll::Ready(CloseReason::StreamReset),
                 (false, _) => Poll::Pending,
             };
         }
@@ -290,34 +284,34 @@ impl Copy<'_> {
             return Poll::Ready(ended);
         }
         if self.up_done && self.down_done {
-            return Poll::Ready(Ended::Closed);
+            return Poll::Ready(CloseReason::Closed);
         }
         Poll::Pending
     }
 
-    /// From the socket to the stream.
+    /// Copies from the socket to the stream.
     fn poll_up(&mut self, cx: &mut Context<'_>) -> Step {
         for _ in 0..TURNS {
-            ready!(self.socket.poll_read_ready(cx)).map_err(|_| Ended::SocketReset)?;
+            ready!(self.socket.poll_read_ready(cx)).map_err(|_| CloseReason::SocketReset)?;
             self.send.reserve_capacity(self.up_size);
             while self.send.capacity() == 0 {
                 match ready!(self.send.poll_capacity(cx)) {
                     Some(Ok(_)) => {}
-                    Some(Err(_)) | None => return Poll::Ready(Err(Ended::StreamReset)),
+                    Some(Err(_)) | None => return Poll::Ready(Err(CloseReason::StreamReset)),
                 }
             }
             let most = self.up_size.min(self.send.capacity());
             match read(self.socket, most) {
                 Ok(bytes) if bytes.is_empty() => {
                     let sent = self.send.send_data(bytes, true);
-                    sent.map_err(|_| Ended::StreamReset)?;
+                    sent.map_err(|_| CloseReason::StreamReset)?;
                     self.up_done = true;
                     return Poll::Ready(Ok(()));
                 }
                 Ok(bytes) => {
                     let count = bytes.len();
                     let sent = self.send.send_data(bytes, false);
-                    sent.map_err(|_| Ended::StreamReset)?;
+                    sent.map_err(|_| CloseReason::StreamReset)?;
                     self.flow.add(0, count);
                     if count == self.up_size {
                         self.up_size = (count * 2).min(LARGE);
@@ -326,18 +320,18 @@ impl Copy<'_> {
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    // Others may have the capacity.
+                    // Lets other streams have the capacity.
                     self.send.reserve_capacity(0);
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => return Poll::Ready(Err(Ended::SocketReset)),
+                Err(_) => return Poll::Ready(Err(CloseReason::SocketReset)),
             }
         }
         cx.waker().wake_by_ref();
         Poll::Pending
     }
 
-    /// From the stream to the socket.
+    /// Copies from the stream to the socket.
     fn poll_down(&mut self, cx: &mut Context<'_>) -> Step {
         for _ in 0..TURNS {
             self.receive(cx)?;
@@ -345,7 +339,7 @@ impl Copy<'_> {
                 if !self.recv_done {
                     return Poll::Pending;
                 }
-                shutdown(self.socket, Shutdown::Write).map_err(|_| Ended::SocketReset)?;
+                shutdown(self.socket, Shutdown::Write).map_err(|_| CloseReason::SocketReset)?;
                 self.down_done = true;
                 return Poll::Ready(Ok(()));
             }
@@ -360,26 +354,26 @@ impl Copy<'_> {
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => return Poll::Ready(Err(Ended::SocketReset)),
+                Err(_) => return Poll::Ready(Err(CloseReason::SocketReset)),
             }
         }
         cx.waker().wake_by_ref();
         Poll::Pending
     }
 
-    /// Takes from the library what it has: it holds small frames at many times their size.
-    fn receive(&mut self, cx: &mut Context<'_>) -> Result<(), Ended> {
+    /// Takes all bytes from the library, because the library needs a multiple of the memory for small frames.
+    fn receive(&mut self, cx: &mut Context<'_>) -> Result<(), CloseReason> {
         while !self.recv_done {
             match self.recv.poll_data(cx) {
                 Poll::Ready(Some(Ok(bytes))) if bytes.is_empty() => {}
                 Poll::Ready(Some(Ok(bytes))) => self.pending.push_back(bytes),
-                Poll::Ready(Some(Err(_))) => return Err(Ended::StreamReset),
+                Poll::Ready(Some(Err(_))) => return Err(CloseReason::StreamReset),
                 Poll::Ready(None) => self.recv_done = true,
                 Poll::Pending => break,
             }
         }
         if self.pending.len() > PIECES {
-            // Joins the small ones.
+            // Joins small pieces.
             let mut joined: VecDeque<Bytes> = VecDeque::new();
             let mut piece = BytesMut::new();
             for bytes in self.pending.drain(..) {
@@ -428,12 +422,12 @@ impl Copy<'_> {
         Ok(written)
     }
 
-    /// Gives the window back for bytes that the socket has taken: all of them, or fewer while streams hold much.
-    fn release(&mut self, count: usize) -> Result<(), Ended> {
+    /// Releases the window of bytes that the socket has taken. While the budget is scarce, keeps a part of the window.
+    fn release(&mut self, count: usize) -> Result<(), CloseReason> {
         self.blocked = None;
         self.timer = None;
         self.unreleased += count;
-        let keep = if self.share.all.is_much() {
+        let keep = if self.share.budget.is_scarce() {
             WINDOW as usize - NARROW
         } else {
             0
@@ -443,7 +437,7 @@ impl Copy<'_> {
         let window = self.recv.flow_control();
         if release > 0 {
             let released = window.release_capacity(release);
-            released.map_err(|_| Ended::StreamReset)?;
+            released.map_err(|_| CloseReason::StreamReset)?;
         }
         if self.share.own > 0 {
             let held = window.used_capacity() - self.unreleased;
@@ -452,15 +446,15 @@ impl Copy<'_> {
         Ok(())
     }
 
-    /// Waits for the socket to take more, unless the stream must end.
+    /// Waits until the socket takes more bytes, or the stream must end.
     fn wait(&mut self, cx: &mut Context<'_>) -> Step {
         let held = self.recv.flow_control().used_capacity() - self.unreleased;
         self.share.set(held);
-        // Also while streams hold little: those that stalled first hold the most later.
+        // The time counts also while the budget suffices: streams that stall early hold the most bytes later.
         let since = *self.blocked.get_or_insert_with(Instant::now);
         loop {
-            if since.elapsed() >= STALLED && self.share.all.ends(held) {
-                return Poll::Ready(Err(Ended::Stalled));
+            if since.elapsed() >= STALLED && self.share.budget.ends(held) {
+                return Poll::Ready(Err(CloseReason::Stalled));
             }
             let timer = self.timer.get_or_insert_with(|| Box::pin(sleep(STALLED)));
             ready!(timer.as_mut().poll(cx));
@@ -469,10 +463,10 @@ impl Copy<'_> {
     }
 }
 
-/// Reads at most `most` bytes; none: the peer has sent its last byte.
+/// Reads at most `most` bytes. Returns none after the peer's last byte.
 fn read(socket: &TcpStream, most: usize) -> io::Result<Bytes> {
     SHARED.with_borrow_mut(|buffers| {
-        // Memory can be taken again if nobody has a part of it.
+        // Memory can be reclaimed if no part of it is in use.
         let has_space =
             |buffer: &mut BytesMut| buffer.capacity() >= most || buffer.try_reclaim(LARGE);
         let place = buffers.iter_mut().position(has_space);
@@ -484,7 +478,7 @@ fn read(socket: &TcpStream, most: usize) -> io::Result<Bytes> {
         let buffer = &mut buffers[place];
         let count = socket.try_read_buf(&mut (&mut *buffer).limit(most))?;
         if count < most && count > 0 {
-            // Saves a read that would find nothing: the kernel reports what comes from now on.
+            // Saves a read that would find nothing: the kernel reports later bytes.
             let _ = socket.try_io(Interest::READABLE, || -> io::Result<()> {
                 Err(io::ErrorKind::WouldBlock.into())
             });

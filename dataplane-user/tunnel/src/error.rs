@@ -1,4 +1,4 @@
-//! Why a tunnel or a stream of it failed.
+//! Errors of tunnels and their streams.
 
 use std::{fmt, io, net::SocketAddr, sync::Arc};
 
@@ -7,7 +7,7 @@ use identity::{IdentityError, PeerError};
 use relay::Flag;
 use rustls::AlertDescription;
 
-/// What a tunnel was waiting for.
+/// The phase of a connection attempt, named by the event that ends it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// The certificate of this side.
@@ -31,7 +31,7 @@ impl fmt::Display for Phase {
     }
 }
 
-/// Why a tunnel or a stream failed. The text says which side failed; `to` is the peer's address.
+/// The cause of a failed tunnel or stream. The text names the side that failed; `to` is the peer's address.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// The peer does not accept the TCP connection.
@@ -47,7 +47,7 @@ pub enum Error {
     Timeout {
         /// The peer.
         to: SocketAddr,
-        /// What it waited for.
+        /// The phase that did not end.
         phase: Phase,
     },
     /// This side has no certificate.
@@ -61,7 +61,7 @@ pub enum Error {
     Peer {
         /// The peer.
         to: SocketAddr,
-        /// Why.
+        /// The cause.
         cause: PeerError,
     },
     /// The peer refuses the TLS handshake.
@@ -72,12 +72,12 @@ pub enum Error {
         /// Its alert.
         alert: AlertDescription,
     },
-    /// The TLS handshake failed otherwise.
+    /// The TLS handshake failed for another reason.
     #[error("TLS with {to} failed: {cause}")]
     Tls {
         /// The peer.
         to: SocketAddr,
-        /// Why.
+        /// The cause.
         cause: Arc<io::Error>,
     },
     /// The peer does not speak HTTP/2.
@@ -85,7 +85,7 @@ pub enum Error {
     NotH2 {
         /// The peer.
         to: SocketAddr,
-        /// How this side knows.
+        /// The evidence.
         cause: Arc<str>,
     },
     /// The HTTP/2 connection broke, or the peer reset the stream.
@@ -104,24 +104,26 @@ pub enum Error {
         /// The status.
         status: StatusCode,
     },
-    /// The peer sent more frames that cost than it may.
-    #[error("{to} floods this side with frames: {what}; its tunnel was cut")]
+    /// The peer exceeded the limit for frames that are costly to receive.
+    #[error("{to} floods this side with frames: {what}; this side cut the tunnel")]
     Flood {
         /// The peer.
         to: SocketAddr,
-        /// Which frames.
+        /// The kind of frames.
         what: &'static str,
     },
-    /// The peer has as many tunnels to one workload as it may.
-    #[error("{to} has {most} tunnels to this workload; a further one was refused")]
+    /// The peer's address has reached the limit for tunnels to one workload.
+    #[error(
+        "{to} has {most} tunnels to this workload, which is the limit; this side refused another tunnel"
+    )]
     TooMany {
         /// The peer.
         to: SocketAddr,
-        /// As many as it may have.
+        /// The limit.
         most: usize,
     },
     /// The peer does not answer PING.
-    #[error("{to} does not answer PING; its tunnel was cut")]
+    #[error("{to} does not answer PING; this side cut the tunnel")]
     Silent {
         /// The peer.
         to: SocketAddr,
@@ -136,17 +138,19 @@ pub enum Error {
 
 fn meaning(status: StatusCode) -> &'static str {
     match status {
-        StatusCode::BAD_REQUEST => ": the address is not the peer's, or the request is wrong",
+        StatusCode::BAD_REQUEST => {
+            ": the peer does not have the address, or the request is invalid"
+        }
         StatusCode::UNAUTHORIZED => ": a policy at the peer denies it",
         StatusCode::SERVICE_UNAVAILABLE => {
-            ": the application does not accept connections, or its side is not ready or at its limit"
+            ": the application does not accept the connection, or the peer is not ready or has reached a limit"
         }
         _ => "",
     }
 }
 
 impl Error {
-    /// The outcome of the connection, for metrics and access logs (`response_flags`).
+    /// Returns the outcome of the connection, for metrics and access logs (`response_flags`).
     pub fn flag(&self) -> Flag {
         match self {
             Self::Refused { status, .. } if *status == StatusCode::UNAUTHORIZED => Flag::Denied,
@@ -167,13 +171,8 @@ impl Error {
         }
     }
 
-    /// Its word.
-    pub fn word(&self) -> &'static str {
-        self.flag().word()
-    }
-
-    /// Whether another endpoint may be tried: it may not if a policy denies the connection, or if this side has no
-    /// certificate.
+    /// Returns whether the client may try another endpoint. After a denial by a policy, or without a certificate of this
+    /// side, it must not.
     pub fn may_try_another(&self) -> bool {
         !matches!(self.flag(), Flag::Denied | Flag::Identity)
     }

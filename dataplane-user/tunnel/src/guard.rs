@@ -1,6 +1,6 @@
-//! A transport that counts the frames that cost the receiver more than the sender.
+//! A transport that limits the rate of frames that cost the receiver more than the sender.
 //!
-//! The HTTP/2 library bounds memory; this bounds the time that such frames take: PING, SETTINGS, RST_STREAM, PRIORITY,
+//! The HTTP/2 library bounds memory. This transport bounds the CPU time for PING, SETTINGS, RST_STREAM, PRIORITY, GOAWAY,
 //! WINDOW_UPDATE, unknown frames, and DATA without bytes.
 
 use std::{
@@ -20,53 +20,53 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 /// The preface of a client, before its first frame.
 const PREFACE: usize = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".len();
 const HEADER: usize = 9;
-/// Frames that a peer may send at once, and in each second: some 10 ms of a CPU.
+/// Frames that a peer may send in a burst, and in each second: they take some 10 ms of a CPU.
 const FRAMES: u32 = 10_000;
-/// Transferred bytes that permit one frame more: receivers announce windows as they receive.
+/// The number of transferred bytes that permit one more frame: receivers send WINDOW_UPDATE in proportion to the bytes.
 const BYTES_FOR_FRAME: u32 = 4 << 10;
 
-/// What was seen of a peer.
+/// The state of a peer, as the transport of its tunnel observes it.
 #[derive(Debug, Default)]
-pub struct Seen {
-    /// Bytes received.
+pub struct PeerState {
+    /// The number of bytes that the peer has sent.
     bytes: AtomicU64,
-    /// The peer's first frame was SETTINGS, as HTTP/2 demands.
+    /// Whether the peer's first frame was SETTINGS, as HTTP/2 demands.
     speaks: AtomicBool,
-    /// What the peer floods this side with.
+    /// The kind of frames by which the peer exceeded the limit.
     flood: OnceLock<&'static str>,
     /// The alert by which the peer ended TLS.
     alert: OnceLock<AlertDescription>,
 }
 
-impl Seen {
-    /// The number of bytes that the peer has sent.
+impl PeerState {
+    /// Returns the number of bytes that the peer has sent.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Whether the peer's first frame was SETTINGS, as HTTP/2 demands.
+    /// Returns whether the peer's first frame was SETTINGS, as HTTP/2 demands.
     pub fn speaks(&self) -> bool {
         self.speaks.load(Ordering::Relaxed)
     }
 
-    /// Which frames the peer floods this side with.
+    /// Returns the kind of frames by which the peer exceeded the limit.
     pub fn flood(&self) -> Option<&'static str> {
         self.flood.get().copied()
     }
 
-    /// Notes that the peer floods this side.
+    /// Records the kind of frames by which the peer exceeded the limit.
     pub fn set_flood(&self, what: &'static str) {
-        // The first one is the cause.
+        // Keeps the first kind.
         let _ = self.flood.set(what);
     }
 
-    /// The alert by which the peer ended TLS.
+    /// Returns the alert by which the peer ended TLS.
     pub fn alert(&self) -> Option<AlertDescription> {
         self.alert.get().copied()
     }
 }
 
-/// Permits events: some at once, and so many in each second.
+/// A token bucket, which limits the rate of events.
 #[derive(Debug)]
 pub struct Bucket {
     left: u32,
@@ -76,7 +76,7 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// A full bucket. `rate`: events in a second.
+    /// Makes a full bucket. `most`: events in a burst. `rate`: events in a second.
     pub fn new(most: u32, rate: u32) -> Self {
         Self {
             left: most,
@@ -103,30 +103,30 @@ impl Bucket {
     }
 }
 
-/// The transport.
+/// A transport that limits the peer's frames.
 #[derive(Debug)]
 pub struct Guard<T> {
     inner: T,
-    seen: Arc<Seen>,
+    peer_state: Arc<PeerState>,
     permits: Bucket,
-    /// Bytes that passed since they last permitted a frame.
+    /// Bytes transferred since they last permitted a frame.
     passed: u32,
     /// Bytes to skip until the next frame.
     skip: usize,
     header: [u8; HEADER],
     is_first: bool,
-    /// How much of the header was read.
+    /// The number of bytes of the header that were read.
     read: usize,
-    /// The error of a write.
+    /// The error of the write that failed.
     failed: Option<(io::ErrorKind, String)>,
 }
 
 impl<T> Guard<T> {
-    /// Counts the frames that a peer sends. `is_client`: the peer begins with the preface.
-    pub fn new(inner: T, is_client: bool, seen: Arc<Seen>) -> Self {
+    /// Wraps a transport. `is_client`: the peer begins with the preface.
+    pub fn new(inner: T, is_client: bool, peer_state: Arc<PeerState>) -> Self {
         Self {
             inner,
-            seen,
+            peer_state,
             permits: Bucket::new(FRAMES, FRAMES),
             passed: 0,
             skip: if is_client { PREFACE } else { 0 },
@@ -159,7 +159,7 @@ impl<T> Guard<T> {
                 let [high, middle, low, kind, flags, ..] = self.header;
                 self.skip = u32::from_be_bytes([0, high, middle, low]) as usize;
                 if std::mem::take(&mut self.is_first) && kind == 4 {
-                    self.seen.speaks.store(true, Ordering::Relaxed);
+                    self.peer_state.speaks.store(true, Ordering::Relaxed);
                 }
                 let what = match (kind, self.skip) {
                     // END_STREAM comes once for each stream.
@@ -191,31 +191,31 @@ impl<T: AsyncRead + Unpin> AsyncRead for Guard<T> {
         let before = buffer.filled().len();
         ready!(self.read(cx, buffer))?;
         let bytes = &buffer.filled()[before..];
-        self.seen
+        self.peer_state
             .bytes
             .fetch_add(bytes.len() as u64, Ordering::Relaxed);
         Poll::Ready(self.count(bytes).map_err(|what| {
-            self.seen.set_flood(what);
+            self.peer_state.set_flood(what);
             io::Error::other(format!("flood of {what}"))
         }))
     }
 }
 
 impl<T: AsyncRead + Unpin> Guard<T> {
-    /// Reads, and notes the alert.
+    /// Reads, and records an alert.
     fn read(&mut self, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let read = Pin::new(&mut self.inner).poll_read(cx, buffer);
         if let Poll::Ready(Err(error)) = &read {
             let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
             if let Some(rustls::Error::AlertReceived(alert)) = inner {
-                let _ = self.seen.alert.set(*alert);
+                let _ = self.peer_state.alert.set(*alert);
             }
         }
         read
     }
 
-    /// Passes on what a write returned. If that failed, first reads what the peer sent before it closed its socket, which
-    /// may be the alert that says why. The socket is broken, so that this ends.
+    /// Returns the result of a write. If the write fails, first reads the bytes that the peer sent before it closed its
+    /// socket: they may be an alert, which names the cause. The socket is broken, so these reads end.
     fn written<R>(
         &mut self,
         cx: &mut Context<'_>,
@@ -232,7 +232,7 @@ impl<T: AsyncRead + Unpin> Guard<T> {
             let mut buffer = ReadBuf::new(&mut scratch);
             let read = ready!(self.read(cx, &mut buffer));
             let count = buffer.filled().len() as u64;
-            self.seen.bytes.fetch_add(count, Ordering::Relaxed);
+            self.peer_state.bytes.fetch_add(count, Ordering::Relaxed);
             if read.is_err() || count == 0 {
                 let failed = self.failed.clone();
                 let (kind, text) = failed.unwrap_or((io::ErrorKind::BrokenPipe, String::new()));
@@ -287,7 +287,7 @@ mod tests {
         frame
     }
 
-    /// Feeds frames in pieces of each size, and returns how many were permitted.
+    /// Feeds frames in pieces of this size, and returns the number of permitted frames; `None`: all of them.
     fn permitted(frame: &[u8], piece: usize) -> Option<usize> {
         let mut guard = Guard::new((), true, Arc::default());
         guard.permits = Bucket::new(100, 0);

@@ -1,4 +1,4 @@
-//! The side that accepts: serves the tunnels of peers, and leads their streams to applications.
+//! The side that accepts: serves the tunnels of peers, and connects their streams to applications.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -14,10 +14,10 @@ use h2::{
     Reason, RecvStream,
     server::{self, SendResponse},
 };
-use http::{HeaderMap, Method, Response, StatusCode, uri::Authority};
+use http::{Method, Response, StatusCode, uri::Authority};
 use identity::Identities;
 use model::Identity;
-use relay::{Direction, socket};
+use relay::socket;
 use tokio::{
     io::BufReader,
     net::TcpStream,
@@ -27,48 +27,45 @@ use tokio::{
 use tokio_rustls::TlsAcceptor;
 
 use super::{
-    Core, FRAME, HEADERS, READ, SMALL_FRAMES, STREAMS, TUNNEL_WINDOW, WINDOW,
-    copy::{Ended, Flow, LARGE, Stream},
+    Core, READ,
+    copy::{CloseReason, Flow, Stream},
     error::{Error, Phase},
-    guard::{Bucket, Guard, Seen},
+    guard::{Bucket, Guard, PeerState},
     outbound::{other, tls_failed},
-    tls::{self, Check, H2},
-    tunnel::{self, Lease, Pulse},
+    tls::{self, Check},
+    tunnel::{self, Keepalive, Lease},
     workers::{Worker, least},
 };
 
-/// Streams that a peer may give up before they are answered, at once and in each second: each has cost a connection to
-/// the application (rapid reset).
+/// Streams that a peer may reset before their answer, in a burst and in each second: each costs a connection to the
+/// application (rapid reset).
 const GIVEN_UP: (u32, u32) = (1000, 200);
-/// How long accepting pauses if there are no resources.
+/// The pause of the accept loop after an error, such as too many open files. Also the time limit for sending GOAWAY to a peer
+/// whose tunnel is cut.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A stream that a peer asks for.
+/// The request for a stream.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Who the peer is.
+    /// The verified identity of the peer.
     pub peer: Identity,
-    /// The address that the tunnel comes from: the client's.
+    /// The source address of the tunnel, which is the client's.
     pub client: SocketAddr,
-    /// The address that the tunnel came to.
-    pub local: SocketAddr,
-    /// Where the stream leads.
+    /// The destination of the stream.
     pub authority: Authority,
-    /// `forwarded`, `baggage`, `traceparent` and others, as the peer sent them.
-    pub headers: HeaderMap,
 }
 
 impl Request {
-    /// Where the stream leads, if the authority is an address and a port.
+    /// Returns the destination of the stream, if the authority is an address and a port.
     pub fn destination(&self) -> Option<SocketAddr> {
         self.authority.as_str().parse().ok()
     }
 }
 
-/// Why a stream is refused.
+/// The reason for refusing a stream, and its status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// The destination is not this workload, or the request is wrong: 400.
+    /// The workload does not have the destination's address, or the request is invalid: 400.
     BadRequest,
     /// A policy denies it: 401.
     Denied,
@@ -90,61 +87,48 @@ impl Refusal {
 pub struct Accepted {
     /// The connection.
     pub socket: TcpStream,
-    /// What it carries: first what the application has sent, then what it was sent.
+    /// The connection's counters: bytes from the application, and bytes to the application.
     pub flow: Arc<Flow>,
-    /// Called at its end.
-    pub done: Box<dyn FnOnce(Ended) + Send>,
+    /// Called when the connection has ended.
+    pub done: Box<dyn FnOnce(CloseReason) + Send>,
 }
 
-/// Decides where the streams of peers go.
+/// Chooses the destinations of peers' streams, and connects to them.
 pub trait Inbound: Send + Sync + 'static {
-    /// Connects to the application. The peer is answered only then. Dropped if the peer gives the stream up.
+    /// Connects to the application. The peer gets the answer when the future is ready. If the peer resets the stream before,
+    /// the future is dropped.
     ///
     /// # Errors
-    /// Why the peer is refused.
+    /// The reason for refusing the stream.
     fn connect(&self, request: Request) -> impl Future<Output = Result<Accepted, Refusal>> + Send;
 
-    /// A tunnel could not be made, or was cut.
+    /// Reports that a tunnel could not be established, or was cut.
     fn failed(&self, client: SocketAddr, error: &Error);
-}
-
-/// What all tunnels of a listening socket are told.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Order {
-    Serve,
-    Drain,
 }
 
 /// A listening socket that is served. Dropping it closes the socket and ends its tunnels.
 pub struct Listening {
-    order: watch::Sender<Order>,
+    /// Starts the drain. The accept loop and each tunnel of the socket have a receiver.
+    drain: watch::Sender<()>,
 }
 
 impl Listening {
-    /// Closes the socket, tells the peers to begin no streams (GOAWAY), and waits until those that there are have ended. At
-    /// the deadline, they are reset.
-    pub async fn drain(self, deadline: Duration) {
-        self.order.send_replace(Order::Drain);
-        // Until each tunnel has dropped its end.
-        let _ = timeout(deadline, self.order.closed()).await;
-    }
-
-    /// Whether all streams have ended, after [`Listening::begin_drain`].
-    pub fn is_drained(&self) -> bool {
-        self.order.is_closed()
-    }
-
-    /// Starts to drain, and returns at once.
+    /// Closes the socket, and sends GOAWAY to the peers: they begin no more streams. Returns at once.
     pub fn begin_drain(&self) {
-        self.order.send_replace(Order::Drain);
+        self.drain.send_replace(());
+    }
+
+    /// Returns whether all streams have ended after [`Listening::begin_drain`].
+    pub fn is_drained(&self) -> bool {
+        self.drain.is_closed()
     }
 }
 
-/// How many tunnels come from each address.
+/// The number of tunnels from each address.
 #[derive(Default)]
 struct Peers(Mutex<HashMap<IpAddr, usize>>);
 
-/// A tunnel of an address.
+/// The place of a tunnel within the limits of its listening socket and of its address.
 struct Place {
     peers: Arc<Peers>,
     of: IpAddr,
@@ -152,7 +136,7 @@ struct Place {
 }
 
 impl Peers {
-    /// Counts a tunnel; `None` if the address has `most` of them.
+    /// Counts a tunnel until the place is dropped. Returns `None` if the address has `most` tunnels.
     fn admit(
         self: &Arc<Self>,
         of: IpAddr,
@@ -186,7 +170,7 @@ impl Drop for Place {
     }
 }
 
-/// What the tunnels of a listening socket share.
+/// The state that the tunnels of a listening socket share.
 struct Served<I, A> {
     core: Arc<Core<I>>,
     own: Identity,
@@ -201,7 +185,7 @@ pub(super) fn listen<I: Identities + 'static>(
     inbound: Arc<impl Inbound>,
 ) -> io::Result<Listening> {
     socket::prepare(&listener)?;
-    let (order, orders) = watch::channel(Order::Serve);
+    let (drain, drains) = watch::channel(());
     let served = Arc::new(Served {
         core: Arc::clone(core),
         own,
@@ -209,34 +193,34 @@ pub(super) fn listen<I: Identities + 'static>(
     });
     let all = Arc::clone(workers);
     least(workers).spawn(async move {
-        // The thread's runtime must register it.
+        // The runtime of this thread must register the socket.
         if let Ok(listener) = tokio::net::TcpListener::from_std(listener) {
-            accept(&served, &all, &listener, orders).await;
+            accept(&served, &all, &listener, drains).await;
         }
     });
-    Ok(Listening { order })
+    Ok(Listening { drain })
 }
 
 async fn accept<I: Identities + 'static, A: Inbound>(
     served: &Arc<Served<I, A>>,
     workers: &Arc<[Worker]>,
     listener: &tokio::net::TcpListener,
-    mut orders: watch::Receiver<Order>,
+    mut drains: watch::Receiver<()>,
 ) {
     let settings = &served.core.settings;
     let (permits, peers) = (Arc::new(Semaphore::new(settings.tunnels)), Arc::default());
     loop {
         let accepted = async {
-            // Fails only for a semaphore that was closed.
+            // Cannot fail: nothing closes the semaphore.
             let permit = Arc::clone(&permits).acquire_owned().await.ok();
             (listener.accept().await, permit)
         };
         let (accepted, permit) = tokio::select! {
-            _ = orders.changed() => return,
+            _ = drains.changed() => return,
             accepted = accepted => accepted,
         };
         let Ok((socket, client)) = accepted.and_then(|(socket, client)| {
-            // Another thread's runtime may serve it.
+            // The runtime of another thread may serve the connection.
             Ok((socket.into_std()?, socket::plain(client)))
         }) else {
             sleep(PAUSE).await;
@@ -249,11 +233,11 @@ async fn accept<I: Identities + 'static, A: Inbound>(
             served.inbound.failed(client, &error);
             continue;
         };
-        let (served, orders, worker) = (Arc::clone(served), orders.clone(), least(workers));
+        let (served, drains, worker) = (Arc::clone(served), drains.clone(), least(workers));
         let spawner = worker.clone();
         worker.spawn(async move {
             let _place = place;
-            if let Err(error) = serve(&served, &spawner, socket, client, orders).await {
+            if let Err(error) = serve(&served, &spawner, socket, client, drains).await {
                 served.inbound.failed(client, &error);
             }
         });
@@ -279,35 +263,14 @@ async fn handshake<I: Identities + 'static, A: Inbound>(
         .accept(socket)
         .await
         .map_err(failed)?;
-    let Some(Ok(proof)) = check.result().cloned() else {
-        return Err(failed(io::Error::other(
-            "the peer presented no certificate",
-        )));
-    };
-    if stream.get_ref().1.alpn_protocol() != Some(H2) {
-        return Err(Error::NotH2 {
-            to: client,
-            cause: "it does not offer `h2` in TLS".into(),
-        });
-    }
-    stream.get_mut().1.set_buffer_limit(Some(LARGE));
-    let seen = Arc::new(Seen::default());
-    let stream = Guard::new(stream, true, Arc::clone(&seen));
-    let connection = server::Builder::new()
-        .initial_window_size(WINDOW)
-        .initial_connection_window_size(TUNNEL_WINDOW)
-        .max_frame_size(FRAME)
-        .max_header_list_size(HEADERS)
-        .max_send_buffer_size(LARGE)
-        .data_frame_budget(SMALL_FRAMES)
-        .max_concurrent_streams(STREAMS)
+    let peer = check.complete(stream.get_mut().1, client)?;
+    let peer_state = Arc::new(PeerState::default());
+    let stream = Guard::new(stream, true, Arc::clone(&peer_state));
+    let connection = limited!(server::Builder::new())
         .handshake(stream)
         .await
-        .map_err(|cause| super::outbound::broken(client, Arc::new(cause), &seen))?;
-    let own = served.own.clone();
-    let entry = core
-        .registry
-        .add(Direction::Inbound, own, proof, client, None, seen);
+        .map_err(|cause| super::outbound::broken(client, Arc::new(cause), &peer_state))?;
+    let entry = core.registry.add(peer, client, None, peer_state);
     check.renew(&core.trust, client)?;
     Ok((connection, entry))
 }
@@ -318,32 +281,30 @@ async fn serve<I: Identities + 'static, A: Inbound>(
     worker: &Worker,
     socket: std::net::TcpStream,
     client: SocketAddr,
-    mut orders: watch::Receiver<Order>,
+    mut drains: watch::Receiver<()>,
 ) -> Result<(), Error> {
     let settings = &served.core.settings;
-    let broken = |cause| Error::Tls {
+    let socket = TcpStream::from_std(socket).map_err(|cause| Error::Tls {
         to: client,
         cause: Arc::new(cause),
-    };
-    let socket = TcpStream::from_std(socket).map_err(broken)?;
-    let local = socket::plain(socket.local_addr().map_err(broken)?);
+    })?;
     let handshake = timeout(settings.handshake, handshake(served, socket, client));
     let (mut connection, entry) = tokio::select! {
         made = handshake => made.map_err(|_| Error::Timeout {
             to: client,
             phase: Phase::Handshake,
         })??,
-        // A peer that has no stream yet loses nothing.
-        _ = orders.changed() => return Ok(()),
+        // The peer has no stream yet that could be lost.
+        _ = drains.changed() => return Ok(()),
     };
-    let (tunnel, mut pulse) = (&entry.tunnel, Pulse::new(connection.ping_pong()));
+    let (tunnel, mut keepalive) = (&entry.tunnel, Keepalive::new(connection.ping_pong()));
     let given_up = Arc::new(Mutex::new(Bucket::new(GIVEN_UP.0, GIVEN_UP.1)));
     let mut tick = interval(settings.ping.min(settings.idle) / 2);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut is_told = false;
+    let mut is_draining = false;
     loop {
-        if !is_told && tunnel.proof.until <= SystemTime::now() {
-            is_told = true;
+        if !is_draining && tunnel.peer.until <= SystemTime::now() {
+            is_draining = true;
             connection.graceful_shutdown();
         }
         tokio::select! {
@@ -354,41 +315,40 @@ async fn serve<I: Identities + 'static, A: Inbound>(
                         lease: tunnel.lease(),
                         given_up: Arc::clone(&given_up),
                         client,
-                        local,
                     };
                     worker.spawn(asked.answer(request, respond));
                 }
-                Some(Err(cause)) if cause.is_io() && tunnel.seen.flood().is_none() && tunnel.seen.alert().is_none() => {
-                    // The peer has closed its socket: if a stream was open, it was reset.
+                Some(Err(cause)) if cause.is_io() && tunnel.peer_state.flood().is_none() && tunnel.peer_state.alert().is_none() => {
+                    // The peer has closed its socket, which resets open streams.
                     return Ok(());
                 }
                 Some(Err(cause)) => return Err(tunnel.broken(cause)),
                 None => return Ok(()),
             },
             () = tunnel.until_end() => {
-                let Some(what) = tunnel.seen.flood() else {
+                let Some(what) = tunnel.peer_state.flood() else {
                     return Ok(());
                 };
                 connection.abrupt_shutdown(Reason::ENHANCE_YOUR_CALM);
-                // Sends it, if the socket takes it.
+                // Sends GOAWAY if the socket takes it in time.
                 let _ = timeout(PAUSE, poll_fn(|cx| connection.poll_closed(cx))).await;
                 return Err(Error::Flood { to: client, what });
             }
-            order = orders.changed() => {
-                if order.is_err() {
+            drain = drains.changed() => {
+                if drain.is_err() {
                     return Ok(());
                 }
-                is_told = true;
+                is_draining = true;
                 connection.graceful_shutdown();
             }
             _ = tick.tick() => {
-                let (silent, idle) = pulse.tick(tunnel);
+                let (silent, idle) = keepalive.tick(tunnel);
                 if silent >= settings.ping + settings.pong {
                     return Err(Error::Silent { to: client });
                 }
-                // Twice: the side that connects is to end it.
-                if idle >= settings.idle * 2 && !is_told {
-                    is_told = true;
+                // Twice the time, because normally the side that connects ends an idle tunnel.
+                if idle >= settings.idle * 2 && !is_draining {
+                    is_draining = true;
                     connection.graceful_shutdown();
                 }
             }
@@ -396,13 +356,12 @@ async fn serve<I: Identities + 'static, A: Inbound>(
     }
 }
 
-/// A stream that was asked for.
+/// A stream that a peer has requested.
 struct Asked<I, A> {
     served: Arc<Served<I, A>>,
     lease: Lease,
     given_up: Arc<Mutex<Bucket>>,
     client: SocketAddr,
-    local: SocketAddr,
 }
 
 impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
@@ -414,23 +373,21 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
             response
         };
         let refuse = |respond: &mut SendResponse<Bytes>, refusal: Refusal| {
-            // Fails if the peer is gone.
+            // Fails if the peer has ended the stream or the tunnel.
             let _ = respond.send_response(answer(refusal.status()), true);
         };
         let (Method::CONNECT, Some(authority)) = (head.method, head.uri.authority()) else {
             refuse(&mut respond, Refusal::BadRequest);
             return;
         };
-        if self.lease.0.proof.until <= SystemTime::now() {
+        if self.lease.0.peer.until <= SystemTime::now() {
             refuse(&mut respond, Refusal::Unavailable);
             return;
         }
         let connect = self.served.inbound.connect(Request {
-            peer: self.lease.0.proof.peer.clone(),
+            peer: self.lease.0.peer.identity.clone(),
             client: self.client,
-            local: self.local,
             authority: authority.clone(),
-            headers: head.headers,
         });
         let connected = tokio::select! {
             connected = connect => connected,
@@ -449,22 +406,29 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
         let sent = respond.send_response(answer(StatusCode::OK), false);
         drop(respond);
         let ended = if let Ok(send) = sent {
-            let all_held = Arc::clone(&self.served.core.held);
-            let stream = Stream::new(send, recv, all_held, self.lease);
+            let stream = Stream {
+                send,
+                recv,
+                budget: Arc::clone(&self.served.core.budget),
+                lease: self.lease,
+            };
             stream.copy(accepted.socket, &accepted.flow).await
         } else {
             self.note_given_up();
             socket::reset_on_close(&accepted.socket);
-            Ended::StreamReset
+            CloseReason::StreamReset
         };
         (accepted.done)(ended);
     }
 
-    /// Cuts the tunnel of a peer that gives up too many streams.
+    /// Counts a stream that the peer has given up. Cuts the tunnel if the peer gives up too many streams.
     fn note_given_up(&self) {
         let mut given_up = self.given_up.lock().unwrap_or_else(PoisonError::into_inner);
         if !given_up.take() {
-            self.lease.0.seen.set_flood("RST_STREAM before the answer");
+            self.lease
+                .0
+                .peer_state
+                .set_flood("RST_STREAM before the answer");
             self.lease.0.end();
         }
     }

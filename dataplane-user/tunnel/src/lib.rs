@@ -1,12 +1,28 @@
 //! HBONE: connections between workloads in streams of HTTP/2 CONNECT, over TLS that authenticates both by identity.
 //!
-//! [`Tunnels`] has the threads. A connection of a workload is given to one of them ([`Tunnels::outbound`]), which makes a
-//! stream of a pooled tunnel to the destination. A listening socket of port 15008 is given to all of them
-//! ([`Tunnels::listen`]); an [`Inbound`] decides where each stream goes.
+//! [`Tunnels`] has the threads. A connection of a workload runs on one of them ([`Tunnels::outbound`]), which makes a
+//! stream in a pooled tunnel to the destination. The tunnels to a workload come in at a listening socket of port 15008, and
+//! all threads serve them ([`Tunnels::listen`]). An [`Inbound`] chooses the destination of each stream. The [`Engine`] is
+//! the interface to the proxy.
 //!
-//! The crate connects and listens nowhere by itself: the callers bring sockets, which may be of any network namespace.
+//! [`Tunnels`] opens no sockets: its callers pass sockets, which may be of any network namespace.
 
 #![forbid(unsafe_code)]
+
+/// Sets the limits of a tunnel in a builder of an HTTP/2 connection: the library's builders of both sides have no trait in
+/// common.
+macro_rules! limited {
+    ($builder:expr) => {
+        $builder
+            .initial_window_size(crate::copy::WINDOW)
+            .initial_connection_window_size(crate::TUNNEL_WINDOW)
+            .max_frame_size(crate::FRAME)
+            .max_header_list_size(crate::HEADERS)
+            .max_send_buffer_size(crate::copy::LARGE)
+            .data_frame_budget(crate::SMALL_FRAMES)
+            .max_concurrent_streams(crate::STREAMS)
+    };
+}
 
 mod copy;
 mod engine;
@@ -26,53 +42,49 @@ use std::{
     time::Duration,
 };
 
-pub use copy::{Ended, Flow, Stream};
 pub use engine::{Engine, Manner};
-pub use error::{Error, Phase};
 use identity::Identities;
-pub use inbound::{Accepted, Inbound, Listening, Refusal, Request};
 use model::Identity;
-pub use outbound::{Connect, Dial, Outbound};
-pub use pool::Key;
 use threads::Deaths;
 pub use tls::provider;
 use tokio::task::spawn_blocking;
-pub use tunnel::Tunnel;
 
 use self::{
-    copy::{Held, WINDOW},
+    copy::{Budget, WINDOW},
+    inbound::{Inbound, Listening},
+    outbound::Outbound,
     pool::Pool,
     tls::Trust,
-    tunnel::Registry,
+    tunnel::{Registry, Tunnel},
     workers::{Workers, least},
 };
 
 /// The port of HBONE.
-pub const PORT: u16 = 15008;
+const PORT: u16 = 15008;
 
 /// The settings of tunnels.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// The number of threads; 0: one for each CPU.
+    /// The number of threads. 0: one for each CPU.
     pub threads: usize,
-    /// The time for a stream: the TCP connection, TLS, and the answer to CONNECT.
+    /// The time limit for a stream: the TCP connection, TLS, and the answer to CONNECT.
     pub connect: Duration,
-    /// The time that a peer that connects has for TLS.
+    /// The time limit for the TLS handshake of a peer that connects.
     pub handshake: Duration,
-    /// Streams of a tunnel, at most. Further streams take a further tunnel.
+    /// The maximum number of streams in a tunnel. Further streams take another tunnel.
     pub streams: usize,
-    /// Tunnels of a listening socket, at most. Further ones wait to be accepted.
+    /// The maximum number of tunnels of a listening socket. Further tunnels wait in the backlog.
     pub tunnels: usize,
-    /// Tunnels of a listening socket that come from one address, at most. Further ones are refused.
+    /// The maximum number of tunnels of a listening socket from one address. Further tunnels are refused.
     pub tunnels_of_address: usize,
     /// The time without a stream after which a tunnel ends.
     pub idle: Duration,
-    /// The time without a byte after which PING is sent.
+    /// The time without a byte after which this side sends PING.
     pub ping: Duration,
-    /// The time that the peer has to answer PING.
+    /// The time limit for the answer to PING.
     pub pong: Duration,
-    /// Bytes that all streams together may hold for sockets that take nothing.
-    pub held: usize,
+    /// The maximum number of bytes that all streams together buffer for slow sockets.
+    pub buffered: usize,
 }
 
 impl Default for Settings {
@@ -87,33 +99,34 @@ impl Default for Settings {
             idle: Duration::from_mins(5),
             ping: Duration::from_secs(10),
             pong: Duration::from_secs(20),
-            held: 128 << 20,
+            buffered: 128 << 20,
         }
     }
 }
 
-/// The number of streams that a peer may have in one tunnel. Peers of ours and ztunnels have up to 100.
+/// The maximum number of streams of a peer in one tunnel. Agents and ztunnels have up to 100.
 const STREAMS: u32 = 256;
-/// The window of a tunnel: that of all its streams, so that streams whose readers stall take nothing from others.
+/// The window of a tunnel: the sum of the windows of all its streams, so that stalled streams do not slow other streams.
 const TUNNEL_WINDOW: u32 = WINDOW * STREAMS;
-/// The largest frame: with its header it fills four records of TLS. Larger ones would make other streams wait longer.
+/// The maximum size of a frame in bytes: with its header it fills four TLS records. Larger frames would delay other
+/// streams.
 const FRAME: u32 = (64 << 10) - 9;
-/// What is read from a tunnel's socket at a time; TLS alone asks for 4 KiB. The memory is only used as far as it was
-/// needed.
+/// The size of a read from a tunnel's socket in bytes; TLS alone reads 4 KiB at a time. The kernel provides the buffer's
+/// memory as reads fill it.
 const READ: usize = 64 << 10;
-/// The headers of a request, at most.
+/// The maximum size of a request's headers in bytes.
 const HEADERS: u32 = 16 << 10;
-/// What the library may spend on keeping small frames that were not read.
+/// The maximum memory that the library spends on small frames that were not read, in bytes.
 const SMALL_FRAMES: usize = 16 << 20;
 
-/// What all threads share.
+/// The state that all threads share.
 struct Core<I> {
     settings: Settings,
     identities: Arc<I>,
     trust: Trust,
     registry: Arc<Registry>,
-    held: Arc<Held>,
-    /// One for each thread.
+    budget: Arc<Budget>,
+    /// The outbound tunnels of each thread.
     pools: Box<[Pool]>,
 }
 
@@ -124,8 +137,8 @@ pub struct Tunnels<I> {
 }
 
 impl<I: Identities + 'static> Tunnels<I> {
-    /// Starts the threads. A thread that dies reports to `deaths`. Tunnels whose peers the roots do not allow any more end
-    /// when the roots change.
+    /// Starts the threads. A thread that dies reports to `deaths`. When the roots change, tunnels end whose peers the new
+    /// roots do not allow.
     ///
     /// # Errors
     /// If a thread cannot be started.
@@ -139,7 +152,7 @@ impl<I: Identities + 'static> Tunnels<I> {
         let core = Arc::new(Core {
             trust: Trust::new(roots.clone()),
             registry: Arc::default(),
-            held: Arc::new(Held::new(settings.held)),
+            budget: Arc::new(Budget::new(settings.buffered)),
             pools: (0..threads).map(|_| Pool::default()).collect(),
             settings,
             identities,
@@ -150,9 +163,9 @@ impl<I: Identities + 'static> Tunnels<I> {
                 let Some(core) = follower.upgrade() else {
                     return;
                 };
-                // A thread of its own: with many tunnels it takes long, and this one carries data.
+                // Runs on its own thread: with many tunnels it takes long, and this thread carries data.
                 let ended = spawn_blocking(move || {
-                    // Roots that cannot be read allow no new tunnel. The ones that are up were allowed.
+                    // Roots that cannot be read allow no new tunnel. Established tunnels stay.
                     if let Ok(verifier) = core.trust.verifier() {
                         core.registry.end_untrusted(&verifier);
                     }
@@ -165,8 +178,8 @@ impl<I: Identities + 'static> Tunnels<I> {
         Ok(Self { core, workers })
     }
 
-    /// Runs work on the thread that has the least: an outbound connection, from the client's socket to its end.
-    pub fn outbound<F: Future<Output = ()> + Send + 'static>(
+    /// Runs `work` on the thread with the fewest tasks.
+    fn outbound<F: Future<Output = ()> + Send + 'static>(
         &self,
         work: impl FnOnce(Outbound<I>) -> F,
     ) {
@@ -174,11 +187,11 @@ impl<I: Identities + 'static> Tunnels<I> {
         worker.spawn(work(Outbound::new(&self.core, worker)));
     }
 
-    /// Accepts the tunnels to a workload, of this identity, until the result is dropped.
+    /// Accepts the tunnels to the workload with the identity `own` until the result is dropped.
     ///
     /// # Errors
     /// If the socket cannot be used.
-    pub fn listen(
+    fn listen(
         &self,
         listener: TcpListener,
         own: Identity,
@@ -187,26 +200,17 @@ impl<I: Identities + 'static> Tunnels<I> {
         inbound::listen(&self.core, self.workers.all(), listener, own, inbound)
     }
 
-    /// Ends the outbound tunnels that belong to this workload (its UID), also those that are being made.
-    pub fn end_workload(&self, uid: &str) {
+    /// Ends the outbound tunnels to this workload (its UID), also pending ones.
+    fn end_workload(&self, uid: &str) {
         for pool in &self.core.pools {
-            pool.forget(|key| &*key.workload == uid);
+            pool.forget(uid);
         }
         let is_its = |tunnel: &Tunnel| tunnel.workload.as_deref() == Some(uid);
         self.core.registry.end_if(is_its);
     }
 
-    /// Ends the tunnels of which one side has this identity.
-    pub fn end_identity(&self, identity: &Identity) {
-        for pool in &self.core.pools {
-            pool.forget(|key| key.source == *identity || key.expected.contains(identity));
-        }
-        let is_its = |tunnel: &Tunnel| tunnel.own == *identity || tunnel.proof.peer == *identity;
-        self.core.registry.end_if(is_its);
-    }
-
-    /// The tunnels that are up, of both directions.
-    pub fn tunnels(&self) -> Vec<Arc<Tunnel>> {
+    /// Returns the established tunnels of both directions.
+    fn tunnels(&self) -> Vec<Arc<Tunnel>> {
         self.core.registry.all()
     }
 }

@@ -1,4 +1,4 @@
-//! The side that connects: makes tunnels, and streams of them.
+//! The side that connects: makes tunnels, and streams in them.
 
 use std::{
     io,
@@ -13,9 +13,8 @@ use h2::{
     Reason,
     client::{self, SendRequest},
 };
-use http::{HeaderValue, Method, StatusCode, Uri, Version};
+use http::{HeaderName, HeaderValue, Method, StatusCode, Uri, Version};
 use identity::{Identities, IdentityError};
-use relay::Direction;
 use rustls::pki_types::ServerName;
 use tokio::{
     io::BufReader,
@@ -26,39 +25,38 @@ use tokio::{
 use tokio_rustls::TlsConnector;
 
 use super::{
-    Core, FRAME, HEADERS, READ, SMALL_FRAMES, STREAMS, TUNNEL_WINDOW, WINDOW,
-    copy::{LARGE, Stream},
+    Core, READ,
+    copy::Stream,
     error::{Error, Phase},
-    guard::{Guard, Seen},
+    guard::{Guard, PeerState},
     pool::{Found, Key, Pool, Pooled, Progress},
-    tls::{self, Check, H2},
-    tunnel::{Entry, Lease, Pulse, Tunnel},
+    tls::{self, Check},
+    tunnel::{Entry, Keepalive, Lease, Tunnel},
     workers::Worker,
 };
 
-/// Connects by TCP, from the network namespace of the workload that connects. Called in the thread's runtime.
+/// A function that connects by TCP, from the network namespace of the workload that connects. Called in the thread's
+/// runtime.
 pub type Dial = Arc<
     dyn Fn(SocketAddr) -> Pin<Box<dyn Future<Output = io::Result<TcpStream>> + Send>> + Send + Sync,
 >;
 
-/// Pooled tunnels that a stream tries: those that end while it asks for a place are replaced.
+/// The maximum number of tunnels that a stream tries: a tunnel may end while the stream waits for its place.
 const TRIES: usize = 3;
 
-/// A stream to make.
+/// The parameters of an outbound stream.
 #[derive(Clone)]
 pub struct Connect {
-    /// The tunnel that it needs.
+    /// The key of its tunnel.
     pub key: Key,
-    /// How that is connected.
+    /// Connects a new tunnel.
     pub dial: Dial,
-    /// Where the stream leads: an address and port of the destination, or a service's behind a waypoint.
+    /// The destination of the stream: address and port.
     pub authority: Uri,
-    /// The client's address, for `forwarded`.
+    /// The client's address, for the header `forwarded`.
     pub client: Option<SocketAddr>,
     /// The header `baggage`.
     pub baggage: Option<HeaderValue>,
-    /// The header `traceparent`.
-    pub traceparent: Option<HeaderValue>,
 }
 
 /// Makes streams on one thread.
@@ -87,10 +85,10 @@ impl<I> Outbound<I> {
 }
 
 impl<I: Identities + 'static> Outbound<I> {
-    /// Makes a stream, in a tunnel that is up or a new one. It is given up if the result is dropped.
+    /// Makes a stream, in an established tunnel or a new one. Dropping the future gives the stream up.
     ///
     /// # Errors
-    /// Which side failed, and why. The text has no more to say than the log should.
+    /// The side that failed, and the cause. The text contains nothing that a log must not contain.
     pub async fn connect(&self, connect: &Connect) -> Result<Stream, Error> {
         let to = connect.key.to;
         let deadline = Instant::now() + self.core.settings.connect;
@@ -108,8 +106,8 @@ impl<I: Identities + 'static> Outbound<I> {
                 Ok(Err(Error::Broken { cause, .. })) => cause,
                 Ok(Err(error)) => return Err(error),
             };
-            // A tunnel that its peer is ending says so to one that asks for a place. No byte was sent, so that another
-            // tunnel may be asked.
+            // The peer has ended or is ending the tunnel. No byte of the stream was sent, so the stream may try another
+            // tunnel.
             let is_gone = failed.is_go_away() || failed.is_io();
             if is_gone {
                 self.pool().remove(&connect.key, &tunnel);
@@ -119,11 +117,11 @@ impl<I: Identities + 'static> Outbound<I> {
             if tries > 0 && (is_gone && !is_new || is_refused) {
                 continue;
             }
-            return Err(broken(to, failed, &tunnel.seen));
+            return Err(broken(to, failed, &tunnel.peer_state));
         }
     }
 
-    /// Waits for a place in a tunnel. Returns also whether that is new.
+    /// Waits for a place in a tunnel. Returns also whether the tunnel is new.
     async fn place(
         &self,
         connect: &Connect,
@@ -135,7 +133,7 @@ impl<I: Identities + 'static> Outbound<I> {
                 Found::Up(requests, lease) => return Ok((requests, lease, is_new)),
                 Found::Wait(progress) => progress,
                 Found::Make(report, progress) => {
-                    // A task of its own: others wait for it, too.
+                    // Runs as its own task, because other streams wait for the tunnel, too.
                     let (making, key) = (self.clone(), key.clone());
                     let dial = Arc::clone(&connect.dial);
                     self.worker.spawn(async move {
@@ -145,11 +143,11 @@ impl<I: Identities + 'static> Outbound<I> {
                 }
             };
             let is_done = |progress: &Progress| matches!(progress, Progress::Done(_));
-            // Not later than its own deadline, which may be the same: then it says more.
+            // The pending tunnel may have the same deadline. Its own error says more than a timeout of this wait.
             let done = timeout_at(deadline, progress.wait_for(is_done)).await;
             match done.map(|done| done.map(|progress| progress.clone())) {
                 Ok(Ok(Progress::Done(Ok(tunnel)))) => {
-                    // Another one would likely fail alike.
+                    // Another new tunnel would probably fail for the same cause.
                     if let Some(error) = tunnel.failure() {
                         return Err(error.clone());
                     }
@@ -191,15 +189,9 @@ impl<I: Identities + 'static> Outbound<I> {
         let headers = request.headers_mut();
         let forwarded = connect.client.map(|client| format!("for=\"{client}\""));
         let forwarded = forwarded.and_then(|text| HeaderValue::try_from(text).ok());
-        for (name, value) in [
-            ("forwarded", forwarded.as_ref()),
-            ("baggage", connect.baggage.as_ref()),
-            ("traceparent", connect.traceparent.as_ref()),
-        ] {
-            if let Some(value) = value {
-                headers.insert(name, value.clone());
-            }
-        }
+        headers.extend(forwarded.map(|value| (HeaderName::from_static("forwarded"), value)));
+        let baggage = connect.baggage.clone();
+        headers.extend(baggage.map(|value| (HeaderName::from_static("baggage"), value)));
         let mut requests = requests.ready().await.map_err(broken)?;
         let (response, send) = requests.send_request(request, false).map_err(broken)?;
         drop(requests);
@@ -208,8 +200,12 @@ impl<I: Identities + 'static> Outbound<I> {
         if status != StatusCode::OK {
             return Err(Error::Refused { to, status });
         }
-        let held = Arc::clone(&self.core.held);
-        Ok(Stream::new(send, response.into_body(), held, lease))
+        Ok(Stream {
+            send,
+            recv: response.into_body(),
+            budget: Arc::clone(&self.core.budget),
+            lease,
+        })
     }
 
     /// Makes a tunnel, puts it into the pool, and drives it to its end.
@@ -248,7 +244,7 @@ impl<I: Identities + 'static> Outbound<I> {
         if own.not_after <= SystemTime::now() {
             return Err(Error::Identity(IdentityError {
                 identity: key.source.clone(),
-                cause: "it has expired, and its source has not renewed it".into(),
+                cause: "the certificate has expired, and its source has not renewed it".into(),
             }));
         }
         let verifier = self.core.trust.verifier().map_err(Error::Roots)?;
@@ -264,51 +260,26 @@ impl<I: Identities + 'static> Outbound<I> {
         let config =
             tls::client(&own, Arc::clone(&check)).map_err(|error| tls_failed(other(error)))?;
         let connector = TlsConnector::from(config);
-        // No SNI: the name is not sent.
+        // rustls requires a name, but the configuration disables SNI, so the client does not send it.
         let name = ServerName::IpAddress(IpAddr::V4(Ipv4Addr::UNSPECIFIED).into());
         let socket = BufReader::with_capacity(READ, socket);
         let mut stream = connector.connect(name, socket).await.map_err(tls_failed)?;
-        let Some(Ok(proof)) = check.result().cloned() else {
-            return Err(tls_failed(io::Error::other(
-                "the peer presented no certificate",
-            )));
-        };
-        if stream.get_ref().1.alpn_protocol() != Some(H2) {
-            return Err(Error::NotH2 {
-                to,
-                cause: "it does not offer `h2` in TLS".into(),
-            });
-        }
-        stream.get_mut().1.set_buffer_limit(Some(LARGE));
-        let seen = Arc::new(Seen::default());
-        let stream = Guard::new(stream, false, Arc::clone(&seen));
-        let handshake = client::Builder::new()
-            .initial_window_size(WINDOW)
-            .initial_connection_window_size(TUNNEL_WINDOW)
-            .max_frame_size(FRAME)
-            .max_header_list_size(HEADERS)
-            .max_send_buffer_size(LARGE)
-            .data_frame_budget(SMALL_FRAMES)
-            .max_concurrent_streams(STREAMS)
+        let peer = check.complete(stream.get_mut().1, to)?;
+        let peer_state = Arc::new(PeerState::default());
+        let stream = Guard::new(stream, false, Arc::clone(&peer_state));
+        let handshake = limited!(client::Builder::new())
             .enable_push(false)
             .handshake(stream);
         let (requests, connection) = handshake
             .await
-            .map_err(|cause| broken(to, cause.into(), &seen))?;
+            .map_err(|cause| broken(to, cause.into(), &peer_state))?;
         let workload = Some(Arc::clone(&key.workload));
-        let entry = self.core.registry.add(
-            Direction::Outbound,
-            key.source.clone(),
-            proof,
-            to,
-            workload,
-            seen,
-        );
+        let entry = self.core.registry.add(peer, to, workload, peer_state);
         check.renew(&self.core.trust, to)?;
         let pooled = Pooled {
             requests,
             tunnel: Arc::clone(&entry.tunnel),
-            until: own.not_after.min(entry.tunnel.proof.until),
+            until: own.not_after.min(entry.tunnel.peer.until),
         };
         Ok((pooled, connection, entry))
     }
@@ -316,7 +287,7 @@ impl<I: Identities + 'static> Outbound<I> {
     /// Drives a tunnel until it ends. Dropping the connection resets its streams.
     async fn drive(&self, key: &Key, mut connection: Connection, entry: &Entry) {
         let settings = &self.core.settings;
-        let (tunnel, mut pulse) = (&entry.tunnel, Pulse::new(connection.ping_pong()));
+        let (tunnel, mut keepalive) = (&entry.tunnel, Keepalive::new(connection.ping_pong()));
         let mut tick = interval(settings.ping.min(settings.idle) / 2);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -328,7 +299,7 @@ impl<I: Identities + 'static> Outbound<I> {
                 }
                 () = tunnel.until_end() => return,
                 _ = tick.tick() => {
-                    let (silent, idle) = pulse.tick(tunnel);
+                    let (silent, idle) = keepalive.tick(tunnel);
                     if silent >= settings.ping + settings.pong {
                         tunnel.fail(Error::Silent { to: key.to });
                         return;
@@ -345,12 +316,12 @@ impl<I: Identities + 'static> Outbound<I> {
 type Connection =
     client::Connection<Guard<tokio_rustls::client::TlsStream<BufReader<TcpStream>>>, Bytes>;
 
-/// An error that is not the kernel's.
+/// Converts an error of rustls.
 pub fn other(error: rustls::Error) -> io::Error {
     io::Error::other(error)
 }
 
-/// Says why TLS failed: which side refuses.
+/// Returns the error for a TLS handshake that failed, by the side that refuses.
 pub fn tls_failed(to: SocketAddr, check: &Check, cause: io::Error) -> Error {
     if let Some(Err(cause)) = check.result() {
         let cause = cause.clone();
@@ -366,32 +337,32 @@ pub fn tls_failed(to: SocketAddr, check: &Check, cause: io::Error) -> Error {
     }
 }
 
-/// Says why a tunnel broke. With TLS 1.3, the side that connects learns only then that the other refuses its certificate.
-pub fn broken(to: SocketAddr, cause: Arc<h2::Error>, seen: &Seen) -> Error {
-    if let Some(what) = seen.flood() {
+/// Returns the error for a tunnel that broke. With TLS 1.3, the handshake of the client ends before the server verifies the
+/// client's certificate, so a refusal breaks the new tunnel.
+pub fn broken(to: SocketAddr, cause: Arc<h2::Error>, peer_state: &PeerState) -> Error {
+    if let Some(what) = peer_state.flood() {
         return Error::Flood { to, what };
     }
-    if let Some(alert) = seen.alert() {
+    if let Some(alert) = peer_state.alert() {
         return Error::Alert { to, alert };
     }
-    if seen.bytes() == 0 && cause.is_io() {
+    if peer_state.bytes() == 0 && cause.is_io() {
         let text = format!(
-            "it closed the connection before it spoke HTTP/2, and may refuse this side's certificate: {cause}"
+            "the peer closed the connection before it sent HTTP/2, and may refuse this side's certificate: {cause}"
         );
         let cause = Arc::new(io::Error::other(text));
         return Error::Tls { to, cause };
     }
-    if !seen.speaks() {
+    if !peer_state.speaks() {
         let cause = cause.to_string().into();
         return Error::NotH2 { to, cause };
     }
     Error::Broken { to, cause }
 }
 
-/// The tunnel of a stream that failed.
 impl Tunnel {
-    /// Says why the tunnel broke.
+    /// Returns the error for this tunnel, which broke.
     pub(super) fn broken(&self, cause: h2::Error) -> Error {
-        broken(self.address, Arc::new(cause), &self.seen)
+        broken(self.address, Arc::new(cause), &self.peer_state)
     }
 }

@@ -1,4 +1,4 @@
-//! Tunnels of one thread that new streams may use.
+//! Pools of outbound tunnels: each thread has one.
 
 use std::{
     collections::HashMap,
@@ -17,37 +17,37 @@ use super::{
     tunnel::{Lease, Tunnel},
 };
 
-/// What streams of one tunnel have in common.
+/// The key of a tunnel in a pool: streams with the same key share tunnels.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
     /// The identity of the workload that connects.
     pub source: Identity,
-    /// The identities that the destination may have, sorted; at least one.
+    /// The identities that the destination may have, sorted. A tunnel needs at least one.
     pub expected: Arc<[Identity]>,
     /// The address of the workload that connects.
     pub from: IpAddr,
-    /// Where the tunnel leads: the destination's address, and its port for HBONE.
+    /// The address of the destination, and its port for HBONE.
     pub to: SocketAddr,
-    /// The UID of the destination, to which the tunnel belongs.
+    /// The UID of the destination workload.
     pub workload: Arc<str>,
 }
 
-/// A tunnel's handle for requests.
+/// A tunnel in a pool.
 pub struct Pooled {
-    /// Sends requests.
+    /// The handle that sends requests.
     pub requests: SendRequest<Bytes>,
     /// The tunnel.
     pub tunnel: Arc<Tunnel>,
-    /// When the certificate of one side ends: streams that begin later take another tunnel.
+    /// The time at which the first of the two certificates expires: streams that begin later take another tunnel.
     pub until: SystemTime,
 }
 
-/// How far the making of a tunnel is.
+/// The progress of a pending tunnel.
 #[derive(Clone, Debug)]
 pub enum Progress {
-    /// It waits.
+    /// The tunnel waits for this phase to end.
     Waiting(Phase),
-    /// It is up, or has failed.
+    /// The tunnel is established, or has failed.
     Done(Result<Arc<Tunnel>, Error>),
 }
 
@@ -55,27 +55,27 @@ pub enum Progress {
 #[derive(Default)]
 struct Group {
     tunnels: Vec<Pooled>,
-    /// The one that is being made.
+    /// The progress of the pending tunnel.
     dial: Option<watch::Receiver<Progress>>,
 }
 
-/// The answer of a pool.
+/// The result of [`Pool::find`].
 pub enum Found {
-    /// A tunnel that is up.
+    /// An established tunnel with a place for the stream.
     Up(SendRequest<Bytes>, Lease),
-    /// A tunnel is being made.
+    /// A pending tunnel, which another caller makes.
     Wait(watch::Receiver<Progress>),
-    /// The caller must make one, and report here.
+    /// No tunnel: the caller must make one, and report the progress.
     Make(watch::Sender<Progress>, watch::Receiver<Progress>),
 }
 
-/// The tunnels of one thread.
+/// The outbound tunnels of one thread.
 #[derive(Default)]
 pub struct Pool(Mutex<HashMap<Key, Group>>);
 
 impl Pool {
-    /// Finds a place for a stream. A tunnel takes at most so many `streams`, and no more than its peer allows. The fullest
-    /// one that has a place is the choice, so that others become idle.
+    /// Finds a place for a stream. A tunnel takes at most `streams` streams, and no more than its peer allows. The pool
+    /// chooses the fullest tunnel that has a place, so that other tunnels become idle.
     pub fn find(&self, key: &Key, streams: usize) -> Found {
         let mut groups = self.lock();
         let group = groups.entry(key.clone()).or_default();
@@ -97,7 +97,8 @@ impl Pool {
         Found::Make(report, dial)
     }
 
-    /// Takes the tunnel that was made, or why there is none. Returns `false` if nobody wants it any more.
+    /// Takes the new tunnel, or the error, and reports the result. Returns whether the tunnel is in the pool:
+    /// [`Pool::forget`] may have given it up.
     pub fn made(
         &self,
         key: &Key,
@@ -128,7 +129,7 @@ impl Pool {
         is_up
     }
 
-    /// Retires a tunnel if no stream is in it, so that it ends.
+    /// Retires a tunnel that has no stream. The tunnel then ends.
     pub fn retire_if_idle(&self, key: &Key, tunnel: &Arc<Tunnel>) {
         let mut groups = self.lock();
         if tunnel.streams() == 0 {
@@ -143,9 +144,9 @@ impl Pool {
         remove(&mut self.lock(), key, tunnel);
     }
 
-    /// Forgets the tunnels with these keys, and gives up those that are being made.
-    pub fn forget(&self, is_meant: impl Fn(&Key) -> bool) {
-        self.lock().retain(|key, _| !is_meant(key));
+    /// Forgets the tunnels to this workload (its UID), and gives up pending ones.
+    pub fn forget(&self, uid: &str) {
+        self.lock().retain(|key, _| &*key.workload != uid);
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Key, Group>> {

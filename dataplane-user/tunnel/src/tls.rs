@@ -1,8 +1,10 @@
 //! TLS of tunnels: version 1.3, both sides with a certificate, no name of the server, no resumption.
 //!
-//! Configurations are made for each handshake, because they hold whom the peer must be, and who it was.
+//! Each handshake has its own configuration, because the configuration holds the expected identities of the peer and the
+//! result of the verification.
 
 use std::{
+    io,
     net::SocketAddr,
     sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError},
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -11,8 +13,8 @@ use std::{
 use identity::{Credential, PeerError, Roots, Verifier};
 use model::Identity;
 use rustls::{
-    CipherSuite, ClientConfig, DigitallySignedStruct, DistinguishedName, ServerConfig,
-    SignatureScheme,
+    CipherSuite, ClientConfig, ConnectionCommon, DigitallySignedStruct, DistinguishedName,
+    ServerConfig, SignatureScheme,
     client::{
         ResolvesClientCert, Resumption,
         danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
@@ -28,13 +30,13 @@ use rustls::{
 };
 use tokio::sync::watch;
 
-use super::error::Error;
+use super::{copy::LARGE, error::Error};
 
 /// The protocol that both sides must choose.
-pub const H2: &[u8] = b"h2";
+const H2: &[u8] = b"h2";
 
-/// The cryptography of all tunnels: AES-GCM only, the cheaper one first, and each key exchange that the provider has. The
-/// one place that names the provider.
+/// The cryptography of all tunnels: AES-GCM only, the cheaper suite first, and each key exchange that the provider has. No
+/// other place names the provider.
 static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
     let mut provider = rustls::crypto::ring::default_provider();
     let suites = [
@@ -47,12 +49,12 @@ static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {
     Arc::new(provider)
 });
 
-/// The cryptography of all tunnels, for the source of certificates.
+/// Returns the cryptography of all tunnels, for the source of certificates.
 pub fn provider() -> Arc<CryptoProvider> {
     Arc::clone(&PROVIDER)
 }
 
-/// The present roots, read once for each change.
+/// The current roots, parsed once for each change.
 #[derive(Debug)]
 pub struct Trust {
     roots: watch::Receiver<Arc<Roots>>,
@@ -68,10 +70,10 @@ impl Trust {
         }
     }
 
-    /// Returns the verifier by the present roots.
+    /// Returns the verifier for the current roots.
     ///
     /// # Errors
-    /// If the roots cannot be read: then nobody is trusted.
+    /// If the roots cannot be read: then no peer is trusted.
     pub fn verifier(&self) -> Result<Arc<Verifier>, Box<str>> {
         let roots = Arc::clone(&self.roots.borrow());
         let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
@@ -87,30 +89,31 @@ impl Trust {
     }
 }
 
-/// What a handshake proved.
+/// A peer whose certificate the handshake has verified.
 #[derive(Clone, Debug)]
-pub struct Proof {
-    /// Who the peer is.
-    pub peer: Identity,
-    /// The peer's chain, to be verified again when the roots change.
+pub struct VerifiedPeer {
+    /// The identity in the certificate.
+    pub identity: Identity,
+    /// The certificate chain, which is verified again when the roots change.
     pub chain: Arc<[CertificateDer<'static>]>,
     /// The time of the handshake.
     pub at: SystemTime,
-    /// When the peer's certificate ends: no stream begins later.
+    /// The time at which the certificate expires: no stream begins later.
     pub until: SystemTime,
 }
 
-/// Verifies the peer of one handshake, and keeps the result.
+/// The verifier of the peer of one handshake. Keeps the result.
 #[derive(Debug)]
 pub struct Check {
     verifier: Arc<Verifier>,
-    /// The identities that the peer may have; `None`: any of a trusted domain.
+    /// The identities that the peer may have; `None`: any identity of a trusted domain.
     expected: Option<Arc<[Identity]>>,
-    result: OnceLock<Result<Proof, PeerError>>,
+    result: OnceLock<Result<VerifiedPeer, PeerError>>,
 }
 
 impl Check {
-    /// A check for one handshake. `expected`: the identities that the peer may have; `None`: any of a trusted domain.
+    /// Makes a check for one handshake. `expected`: the identities that the peer may have; `None`: any identity of a trusted
+    /// domain.
     pub fn new(verifier: Arc<Verifier>, expected: Option<Arc<[Identity]>>) -> Arc<Self> {
         Arc::new(Self {
             verifier,
@@ -119,25 +122,46 @@ impl Check {
         })
     }
 
-    /// The result; `None` before the peer has presented a certificate.
-    pub fn result(&self) -> Option<&Result<Proof, PeerError>> {
+    /// Returns the result; `None` before the peer has presented a certificate.
+    pub fn result(&self) -> Option<&Result<VerifiedPeer, PeerError>> {
         self.result.get()
     }
 
-    /// Verifies the peer again if the roots have changed since the check was made. For a tunnel that the registry has: what
-    /// changes later ends it.
+    /// Prepares a session with the peer at `to` after its handshake, and returns the verified peer.
     ///
     /// # Errors
-    /// If the present roots cannot be read, or do not allow the peer.
+    /// If the peer presented no certificate, or did not choose HTTP/2.
+    pub fn complete<D>(
+        &self,
+        session: &mut ConnectionCommon<D>,
+        to: SocketAddr,
+    ) -> Result<VerifiedPeer, Error> {
+        let Some(Ok(peer)) = self.result() else {
+            let cause = Arc::new(io::Error::other("the peer presented no certificate"));
+            return Err(Error::Tls { to, cause });
+        };
+        if session.alpn_protocol() != Some(H2) {
+            let cause = "the peer did not negotiate `h2` by ALPN".into();
+            return Err(Error::NotH2 { to, cause });
+        }
+        session.set_buffer_limit(Some(LARGE));
+        Ok(peer.clone())
+    }
+
+    /// Verifies the peer again if the roots have changed since the check was made. The caller has added the tunnel to the
+    /// registry before: a later change of the roots finds the tunnel there.
+    ///
+    /// # Errors
+    /// If the current roots cannot be read, or do not allow the peer.
     pub fn renew(&self, trust: &Trust, to: SocketAddr) -> Result<(), Error> {
         let verifier = trust.verifier().map_err(Error::Roots)?;
-        let Some(Ok(proof)) = self.result() else {
+        let Some(Ok(peer)) = self.result() else {
             return Ok(());
         };
         if Arc::ptr_eq(&verifier, &self.verifier) {
             return Ok(());
         }
-        let result = verifier.verify(&proof.chain, proof.at).map(drop);
+        let result = verifier.verify(&peer.chain, peer.at).map(drop);
         result.map_err(|cause| Error::Peer { to, cause })
     }
 
@@ -150,14 +174,14 @@ impl Check {
         let chain = std::iter::once(leaf).chain(rest);
         let chain: Arc<[_]> = chain.map(|one| one.clone().into_owned()).collect();
         let at = UNIX_EPOCH + Duration::from_secs(now.as_secs());
-        let found = self.verifier.verify(&chain, at).and_then(|peer| {
-            let peer = match &self.expected {
-                Some(expected) => identity::expect(peer, expected)?,
-                None => peer,
+        let found = self.verifier.verify(&chain, at).and_then(|identity| {
+            let identity = match &self.expected {
+                Some(expected) => identity::expect(identity, expected)?,
+                None => identity,
             };
             let until = identity::end(leaf)?;
-            Ok(Proof {
-                peer,
+            Ok(VerifiedPeer {
+                identity,
                 chain,
                 at,
                 until,
@@ -167,30 +191,42 @@ impl Check {
             .as_ref()
             .map(drop)
             .map_err(|error| error.clone().into());
-        // A handshake has one certificate of the peer.
+        // Cannot fail: rustls verifies one certificate in a handshake.
         let _ = self.result.set(found);
         result
     }
 }
 
-fn verify_signature(
-    message: &[u8],
-    certificate: &CertificateDer<'_>,
-    signature: &DigitallySignedStruct,
-) -> Result<HandshakeSignatureValid, rustls::Error> {
-    let algorithms = &PROVIDER.signature_verification_algorithms;
-    verify_tls13_signature(message, certificate, signature, algorithms)
-}
+/// Implements the methods that both verifier traits of rustls have: signatures by the provider, of TLS 1.3 only.
+macro_rules! signatures {
+    () => {
+        fn verify_tls12_signature(
+            &self,
+            _: &[u8],
+            _: &CertificateDer<'_>,
+            _: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, rustls::Error> {
+            Err(rustls::Error::General(
+                "tunnels do not support TLS 1.2".to_owned(),
+            ))
+        }
 
-fn schemes() -> Vec<SignatureScheme> {
-    PROVIDER
-        .signature_verification_algorithms
-        .supported_schemes()
-}
+        fn verify_tls13_signature(
+            &self,
+            message: &[u8],
+            certificate: &CertificateDer<'_>,
+            signature: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, rustls::Error> {
+            let algorithms = &PROVIDER.signature_verification_algorithms;
+            verify_tls13_signature(message, certificate, signature, algorithms)
+        }
 
-/// TLS 1.2 is never negotiated.
-fn too_old() -> rustls::Error {
-    rustls::Error::General("TLS 1.2 is not spoken here".to_owned())
+        fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+            PROVIDER
+                .signature_verification_algorithms
+                .supported_schemes()
+        }
+    };
 }
 
 impl ServerCertVerifier for Check {
@@ -206,27 +242,7 @@ impl ServerCertVerifier for Check {
         Ok(ServerCertVerified::assertion())
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        Err(too_old())
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_signature(message, certificate, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        schemes()
-    }
+    signatures!();
 }
 
 impl ClientCertVerifier for Check {
@@ -244,30 +260,10 @@ impl ClientCertVerifier for Check {
         Ok(ClientCertVerified::assertion())
     }
 
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        Err(too_old())
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_signature(message, certificate, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        schemes()
-    }
+    signatures!();
 }
 
-/// The one certificate of a side.
+/// The certificate of this side, which is presented to every peer.
 #[derive(Debug)]
 struct Own(Arc<CertifiedKey>);
 
@@ -294,7 +290,7 @@ impl ResolvesServerCert for Own {
     }
 }
 
-/// The configuration of the side that connects.
+/// Returns the configuration of the side that connects.
 ///
 /// # Errors
 /// If the provider has no TLS 1.3.
@@ -310,7 +306,7 @@ pub fn client(own: &Credential, check: Arc<Check>) -> Result<Arc<ClientConfig>, 
     Ok(Arc::new(config))
 }
 
-/// The configuration of the side that accepts.
+/// Returns the configuration of the side that accepts.
 ///
 /// # Errors
 /// If the provider has no TLS 1.3.

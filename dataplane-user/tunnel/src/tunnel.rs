@@ -1,4 +1,4 @@
-//! Tunnels that are up, of both directions.
+//! Established tunnels, of both directions.
 
 use std::{
     collections::HashMap,
@@ -13,27 +13,21 @@ use std::{
 
 use h2::{Ping, PingPong};
 use identity::Verifier;
-use model::Identity;
-use relay::Direction;
 use tokio::sync::Notify;
 
-use super::{error::Error, guard::Seen, tls::Proof};
+use super::{error::Error, guard::PeerState, tls::VerifiedPeer};
 
-/// A tunnel that is up.
+/// An established tunnel.
 #[derive(Debug)]
 pub struct Tunnel {
-    /// Outbound: this side has connected.
-    pub direction: Direction,
-    /// The identity of this side.
-    pub own: Identity,
-    /// What the handshake proved of the peer.
-    pub proof: Proof,
+    /// The peer, as the handshake verified it.
+    pub peer: VerifiedPeer,
     /// The peer's address.
     pub address: SocketAddr,
-    /// The UID of the workload that the tunnel belongs to, its destination; `None`: an inbound one of this node.
+    /// The UID of the destination workload; `None`: the tunnel is inbound.
     pub workload: Option<Arc<str>>,
-    /// What was seen of the peer.
-    pub seen: Arc<Seen>,
+    /// The observed state of the peer.
+    pub peer_state: Arc<PeerState>,
     streams: AtomicUsize,
     opened: AtomicU64,
     ended: AtomicBool,
@@ -42,12 +36,12 @@ pub struct Tunnel {
 }
 
 impl Tunnel {
-    /// Streams now.
+    /// Returns the number of open streams.
     pub fn streams(&self) -> usize {
         self.streams.load(Ordering::Relaxed)
     }
 
-    /// Streams so far.
+    /// Returns the number of streams that were opened, including closed ones.
     pub fn opened(&self) -> u64 {
         self.opened.load(Ordering::Relaxed)
     }
@@ -58,23 +52,23 @@ impl Tunnel {
         self.end.notify_one();
     }
 
-    /// No stream begins any more.
+    /// Lets no further stream begin. Open streams continue.
     pub fn retire(&self) {
         self.ended.store(true, Ordering::Relaxed);
     }
 
-    /// Why it broke.
+    /// Returns the cause of the tunnel's failure.
     pub fn failure(&self) -> Option<&Error> {
         self.failure.get()
     }
 
-    /// Notes why it broke.
+    /// Records the cause of the tunnel's failure.
     pub fn fail(&self, error: Error) {
-        // The first one is the cause.
+        // Keeps the first error, which is the cause of later ones.
         let _ = self.failure.set(error);
     }
 
-    /// Whether no stream begins any more.
+    /// Returns whether the tunnel takes no further streams.
     pub fn is_ended(&self) -> bool {
         self.ended.load(Ordering::Relaxed)
     }
@@ -84,7 +78,7 @@ impl Tunnel {
         self.end.notified().await;
     }
 
-    /// Counts a stream.
+    /// Counts a stream until the lease is dropped.
     pub fn lease(self: &Arc<Self>) -> Lease {
         self.streams.fetch_add(1, Ordering::Relaxed);
         self.opened.fetch_add(1, Ordering::Relaxed);
@@ -102,14 +96,14 @@ impl Drop for Lease {
     }
 }
 
-/// The tunnels of the process.
+/// All established tunnels of the process.
 #[derive(Debug, Default)]
 pub struct Registry {
     tunnels: Mutex<HashMap<u64, Arc<Tunnel>>>,
     next: AtomicU64,
 }
 
-/// Keeps a tunnel in the registry.
+/// A tunnel's entry in the registry. Dropping it removes the tunnel.
 #[derive(Debug)]
 pub struct Entry {
     /// The tunnel.
@@ -126,23 +120,19 @@ impl Drop for Entry {
 }
 
 impl Registry {
-    /// Adds a tunnel that is up.
+    /// Adds an established tunnel.
     pub fn add(
         self: &Arc<Self>,
-        direction: Direction,
-        own: Identity,
-        proof: Proof,
+        peer: VerifiedPeer,
         address: SocketAddr,
         workload: Option<Arc<str>>,
-        seen: Arc<Seen>,
+        peer_state: Arc<PeerState>,
     ) -> Entry {
         let tunnel = Arc::new(Tunnel {
-            direction,
-            own,
-            proof,
+            peer,
             address,
             workload,
-            seen,
+            peer_state,
             streams: AtomicUsize::new(0),
             opened: AtomicU64::new(0),
             ended: AtomicBool::new(false),
@@ -158,24 +148,24 @@ impl Registry {
         }
     }
 
-    /// The tunnels now.
+    /// Returns the tunnels.
     pub fn all(&self) -> Vec<Arc<Tunnel>> {
         self.lock().values().cloned().collect()
     }
 
-    /// Ends the tunnels for which this is so, and returns their number.
-    pub fn end_if(&self, is_meant: impl Fn(&Tunnel) -> bool) -> usize {
+    /// Ends the tunnels for which `is_meant` returns `true`.
+    pub fn end_if(&self, is_meant: impl Fn(&Tunnel) -> bool) {
         let meant = self.all().into_iter().filter(|tunnel| is_meant(tunnel));
-        meant.map(|tunnel| tunnel.end()).count()
+        meant.for_each(|tunnel| tunnel.end());
     }
 
-    /// Ends the tunnels whose peers the roots do not allow any more. That a certificate has expired since the handshake is
-    /// no reason.
-    pub fn end_untrusted(&self, verifier: &Verifier) -> usize {
+    /// Ends the tunnels whose peers the roots do not allow any more. The certificates are verified for the time of the
+    /// handshake, so a certificate that has expired since then ends no tunnel.
+    pub fn end_untrusted(&self, verifier: &Verifier) {
         self.end_if(|tunnel| {
-            let proof = &tunnel.proof;
-            verifier.verify(&proof.chain, proof.at).is_err()
-        })
+            let peer = &tunnel.peer;
+            verifier.verify(&peer.chain, peer.at).is_err()
+        });
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<u64, Arc<Tunnel>>> {
@@ -183,19 +173,21 @@ impl Registry {
     }
 }
 
-/// Watches whether a tunnel's peer is alive, and whether the tunnel is used.
-pub struct Pulse {
+/// The keepalive of a tunnel: sends PING, and measures how long the peer has been silent and the tunnel idle.
+pub struct Keepalive {
     ping: Option<PingPong>,
-    /// The peer's bytes at the last tick, and when there last were more.
+    /// The number of bytes that the peer had sent at the last tick.
     bytes: u64,
+    /// The time of the last tick that found more bytes.
     heard: Instant,
-    /// Streams so far, and since when there has been none.
+    /// The number of streams that had been opened at the last tick.
     opened: u64,
-    idle: Instant,
+    /// The time of the last tick that found a stream.
+    used: Instant,
 }
 
-impl Pulse {
-    /// A tunnel that has just come up.
+impl Keepalive {
+    /// Starts the keepalive of a new tunnel.
     pub fn new(ping: Option<PingPong>) -> Self {
         let now = Instant::now();
         Self {
@@ -203,25 +195,25 @@ impl Pulse {
             bytes: 0,
             heard: now,
             opened: 0,
-            idle: now,
+            used: now,
         }
     }
 
-    /// Sends PING if nothing has come since the last tick. Returns how long nothing has come, and how long there has been
-    /// no stream.
+    /// Sends PING if the peer has sent nothing since the last tick. Returns the time since the peer's last byte, and the
+    /// time since the last stream.
     pub fn tick(&mut self, tunnel: &Tunnel) -> (Duration, Duration) {
         let now = Instant::now();
-        let bytes = tunnel.seen.bytes();
+        let bytes = tunnel.peer_state.bytes();
         if bytes != self.bytes {
             (self.bytes, self.heard) = (bytes, now);
         } else if let Some(ping) = &mut self.ping {
-            // Takes the answer to the last one. While there is none, sending fails, and the time passes.
+            // Sending fails while the last PING has no answer.
             let _ = ping.poll_pong(&mut Context::from_waker(Waker::noop()));
             let _ = ping.send_ping(Ping::opaque());
         }
         if tunnel.streams() > 0 || tunnel.opened() != self.opened {
-            (self.opened, self.idle) = (tunnel.opened(), now);
+            (self.opened, self.used) = (tunnel.opened(), now);
         }
-        (now - self.heard, now - self.idle)
+        (now - self.heard, now - self.used)
     }
 }

@@ -18,7 +18,7 @@ use tokio::{
     sync::watch,
 };
 
-/// The threads. Dropping them ends what they do.
+/// The threads. Dropping them ends their tasks.
 pub struct Workers {
     all: Arc<[Worker]>,
     threads: Vec<JoinHandle<Option<()>>>,
@@ -26,17 +26,17 @@ pub struct Workers {
     stop: Option<watch::Sender<()>>,
 }
 
-/// A thread.
+/// A thread, to which tasks are assigned.
 #[derive(Clone)]
 pub struct Worker {
     handle: Handle,
     load: Arc<AtomicUsize>,
     deaths: Deaths,
-    /// Its place.
+    /// The thread's index.
     pub number: usize,
 }
 
-/// One task more or less.
+/// A task that counts as load of its thread until it is dropped.
 struct Task(Worker);
 
 impl Drop for Task {
@@ -101,13 +101,13 @@ impl Workers {
         })
     }
 
-    /// The threads.
+    /// Returns the threads.
     pub fn all(&self) -> &Arc<[Worker]> {
         &self.all
     }
 }
 
-/// The thread with the fewest tasks.
+/// Returns the thread with the fewest tasks.
 pub fn least(workers: &[Worker]) -> &Worker {
     let load = |worker: &&Worker| worker.load.load(Ordering::Relaxed);
     let least = workers.iter().min_by_key(load);
@@ -119,7 +119,8 @@ impl Drop for Workers {
         self.stop = None;
         let own = thread::current().id();
         for thread in self.threads.drain(..) {
-            // A thread that panicked has reported it. A task may have the last reference.
+            // A task on one of the threads may drop the workers: a thread cannot join itself. A thread that panicked has
+            // reported the panic.
             if thread.thread().id() != own {
                 let _ = thread.join();
             }

@@ -1,4 +1,4 @@
-//! Streams of peers, which lead to the application of a workload.
+//! Inbound streams, which the engine connects to the application of a workload.
 
 use std::{io, net::SocketAddr, sync::Arc, time::Instant};
 
@@ -10,7 +10,7 @@ use tokio::{net::TcpStream, time::timeout};
 
 use super::{
     super::{
-        copy::{Ended, Flow},
+        copy::{CloseReason, Flow},
         error::Error,
         inbound::{Accepted, Inbound, Refusal, Request},
     },
@@ -18,14 +18,14 @@ use super::{
     dial::dial,
 };
 
-/// Leads streams to one workload.
+/// Connects inbound streams to one workload.
 pub struct Arrive {
     shared: Arc<Shared>,
     attached: Arc<Attached>,
 }
 
 impl Arrive {
-    /// To this workload.
+    /// Connects streams to the workload of `attached`.
     pub fn new(shared: &Arc<Shared>, attached: &Arc<Attached>) -> Self {
         Self {
             shared: Arc::clone(shared),
@@ -33,7 +33,7 @@ impl Arrive {
         }
     }
 
-    /// Begins the session of a stream, if it may connect.
+    /// Begins the session of a stream. Refuses the stream if policies or limits forbid it.
     fn begin(&self, request: Request) -> Result<(Session, SocketAddr), Refusal> {
         let destination = request.destination().ok_or(Refusal::BadRequest)?;
         let destination = socket::plain(destination);
@@ -49,7 +49,7 @@ impl Arrive {
         if let Err(refusal) = session.route(&index) {
             session.end(refusal.flag);
             return Err(match refusal.flag {
-                // Policies that have not been read yet may allow it.
+                // Policies that have not been read yet may allow the stream.
                 Flag::Denied if refusal.is_unknown => Refusal::Unavailable,
                 Flag::Denied => Refusal::Denied,
                 Flag::Recursive => Refusal::BadRequest,
@@ -87,7 +87,7 @@ impl Inbound for Arrive {
         let client = request.client;
         let (mut session, destination) = self.begin(request)?;
         let entry = self.shared.live.add(&self.attached, Direction::Inbound);
-        // Never refused: there is one destination, and no attempt before.
+        // Returns the one destination, because no attempt was made before.
         session.next_endpoint();
         let connected = tokio::select! {
             connected = self.connect_to(client, destination) => connected,
@@ -107,18 +107,18 @@ impl Inbound for Arrive {
         let (_, index) = self.shared.relay.index();
         session.reached(&index);
         entry.reached(session);
-        // Policies that came while it connected were judged without it.
+        // The engine judged policies that arrived during the attempt without this connection.
         let (_, index) = self.shared.relay.index();
         if entry.judge(&index) {
             socket::reset_on_close(&socket);
-            entry.end(Ended::Ended);
+            entry.end(CloseReason::Aborted);
             return Err(Refusal::Denied);
         }
         let flow: Arc<Flow> = Arc::clone(entry.flow());
         Ok(Accepted {
             socket,
             flow,
-            done: Box::new(move |ended: Ended| entry.end(ended)),
+            done: Box::new(move |ended: CloseReason| entry.end(ended)),
         })
     }
 

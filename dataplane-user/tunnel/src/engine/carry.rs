@@ -1,6 +1,6 @@
-//! Connections of workloads that go through tunnels.
+//! Outbound connections, which the engine relays through tunnels.
 
-use std::{io, sync::Arc};
+use std::{io, net::SocketAddr, sync::Arc};
 
 use http::{HeaderValue, Uri};
 use identity::Identities;
@@ -19,10 +19,10 @@ use super::{
     },
     Shared,
     dial::dial,
-    id, peer, reset,
+    id, reset,
 };
 
-/// Carries a connection to its end.
+/// Relays a connection until it ends.
 pub async fn carry<I: Identities + 'static>(
     shared: Arc<Shared>,
     handed: Handed,
@@ -46,7 +46,7 @@ pub async fn carry<I: Identities + 'static>(
         biased;
         connected = connect(&shared, &mut session, &outbound) => connected,
         () = entry.flow().until_end() => Err(entry.cause()),
-        // A client that resets the connection does not wait any more.
+        // Gives the attempt up if the client resets the connection.
         _ = client.ready(Interest::ERROR) => Err(reset(Direction::Outbound, true)),
     };
     let mut stream = match connected {
@@ -69,7 +69,7 @@ pub async fn carry<I: Identities + 'static>(
     entry.end(ended);
 }
 
-/// Makes a stream to the endpoint that the session has chosen, or to the next ones.
+/// Makes a stream to the endpoint that the session has chosen. Tries the next endpoints if that fails.
 async fn connect<I: Identities + 'static>(
     shared: &Arc<Shared>,
     session: &mut Session,
@@ -97,17 +97,17 @@ async fn connect<I: Identities + 'static>(
                 },
                 Err(error) => (Flag::Identity, error),
             },
-            // The connection began as an encrypted one.
+            // A session that began with a tunnel never falls back to plaintext.
             Way::Plain => (
                 Flag::Tunnel,
                 io::Error::other(
-                    "the endpoint does not speak HBONE, and an endpoint that does failed before",
+                    "the endpoint does not support HBONE, and the connection to an endpoint that does has failed before",
                 ),
             ),
             Way::Unclear => (
                 Flag::Tunnel,
                 io::Error::other(
-                    "several workloads have the endpoint's address: whose tunnel leads there is not known yet",
+                    "several workloads have the endpoint's address, so the workload that accepts the tunnel is not known yet",
                 ),
             ),
         };
@@ -118,7 +118,7 @@ async fn connect<I: Identities + 'static>(
     }
 }
 
-/// The stream that leads to the session's endpoint, in this workload.
+/// Returns the parameters of the stream to the session's endpoint, which is in the workload `to`.
 fn request(shared: &Arc<Shared>, session: &Session, to: &Workload) -> io::Result<Connect> {
     let domain = &shared.manner.trust_domain;
     let (attached, endpoint) = (session.attached(), session.endpoint());
@@ -137,18 +137,17 @@ fn request(shared: &Arc<Shared>, session: &Session, to: &Workload) -> io::Result
             source: identity(&attached.workload)?,
             expected: [identity(to)?].into(),
             from: own,
-            to: peer(endpoint, shared.port),
+            to: SocketAddr::new(endpoint.ip(), shared.port),
             workload: id(to).into(),
         },
         dial: dialling(shared, session),
         authority,
         client: Some((own, session.client().port()).into()),
         baggage: baggage(&attached.workload),
-        traceparent: None,
     })
 }
 
-/// Connects as the proxy does for the workload.
+/// Returns the function that connects from the workload's network namespace, as the proxy does.
 fn dialling(shared: &Shared, session: &Session) -> Dial {
     let (attached, mark) = (Arc::clone(session.attached()), shared.manner.mark);
     Arc::new(move |to| {
@@ -161,7 +160,7 @@ fn dialling(shared: &Shared, session: &Session) -> Dial {
     })
 }
 
-/// The names of the client, as Istio's proxies send them.
+/// Returns the header `baggage` with the names of the client, as Istio's proxies send it.
 fn baggage(workload: &Workload) -> Option<HeaderValue> {
     let telemetry = &workload.telemetry;
     let text = format!(

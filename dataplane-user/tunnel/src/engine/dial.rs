@@ -1,4 +1,4 @@
-//! Connecting plain sockets, in the network namespace of a workload.
+//! Connecting plain sockets in the network namespace of a workload.
 
 use std::{io, net::SocketAddr, os::fd::OwnedFd};
 
@@ -11,7 +11,7 @@ use tokio::net::TcpStream;
 /// Connects in the workload's network namespace.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel's error.
 pub async fn dial(attached: &Attached, to: SocketAddr, manner: Manner) -> io::Result<TcpStream> {
     let socket = socket::connect(to, manner, || open(attached, to.is_ipv4()))?;
     let socket = TcpStream::from_std(socket.into())?;

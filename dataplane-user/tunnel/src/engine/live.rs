@@ -1,4 +1,4 @@
-//! The connections that the engine carries.
+//! The connections that the engine relays.
 
 use std::{
     collections::HashMap,
@@ -9,23 +9,23 @@ use std::{
 use relay::{Attached, Direction, Flag, Index, Session};
 
 use super::{
-    super::copy::{Ended, Flow},
+    super::copy::{CloseReason, Flow},
     reset,
 };
 
-/// All connections.
+/// All connections that the engine relays.
 #[derive(Debug, Default)]
 pub struct Live(Mutex<Table>);
 
 #[derive(Debug, Default)]
 struct Table {
-    all: HashMap<u64, Arc<One>>,
+    all: HashMap<u64, Arc<Connection>>,
     next: u64,
 }
 
-/// A connection.
+/// A connection between a plain socket and a stream.
 #[derive(Debug)]
-struct One {
+struct Connection {
     attachment: u64,
     direction: Direction,
     flow: Arc<Flow>,
@@ -34,16 +34,17 @@ struct One {
 
 #[derive(Debug)]
 struct State {
-    /// From the time when both sides are connected.
+    /// `Some` while both sides are connected.
     session: Option<Session>,
-    /// Why it is ended by this side.
+    /// The outcome if this side ends the connection.
     cause: Flag,
-    /// What it had carried when it was last looked at, and since when.
+    /// The counters at the last check: bytes from the client, and bytes to the client.
     carried: [u64; 2],
+    /// The time of the last check that found a change.
     since: Instant,
 }
 
-impl One {
+impl Connection {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -53,7 +54,7 @@ impl One {
         self.flow.end();
     }
 
-    /// Ends it if policies forbid it by now, and returns whether they do.
+    /// Ends the connection if the policies of the index forbid it, and returns whether they do.
     fn judge(&self, index: &Index) -> bool {
         let mut state = self.state();
         let Some(session) = &mut state.session else {
@@ -68,7 +69,7 @@ impl One {
         true
     }
 
-    /// From the client, and to the client.
+    /// Returns the number of bytes from the client, and of bytes to the client.
     fn bytes(&self) -> [u64; 2] {
         let [from_socket, to_socket] = self.flow.bytes();
         match self.direction {
@@ -78,18 +79,18 @@ impl One {
     }
 }
 
-/// A connection's entry in [`Live`], until it is dropped.
+/// A connection's entry in [`Live`]. Dropping it removes the connection.
 #[derive(Debug)]
 pub struct Entry {
     live: Arc<Live>,
     id: u64,
-    one: Arc<One>,
+    one: Arc<Connection>,
 }
 
 impl Live {
-    /// Adds a connection of an attachment that is not connected further yet.
+    /// Adds a connection of an attachment. Its other side is not connected yet.
     pub fn add(self: &Arc<Self>, attached: &Attached, direction: Direction) -> Entry {
-        let one = Arc::new(One {
+        let one = Arc::new(Connection {
             attachment: attached.id,
             direction,
             flow: Arc::default(),
@@ -116,11 +117,11 @@ impl Live {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn all(&self) -> Vec<Arc<One>> {
+    fn all(&self) -> Vec<Arc<Connection>> {
         self.lock().all.values().cloned().collect()
     }
 
-    /// Whether no connection of these attachments is left.
+    /// Returns whether these attachments have no connection.
     pub fn is_empty(&self, of: impl Fn(u64) -> bool) -> bool {
         !self.lock().all.values().any(|one| of(one.attachment))
     }
@@ -132,14 +133,14 @@ impl Live {
             .for_each(|one| one.end(Flag::Cut));
     }
 
-    /// Resets the connections that policies forbid by now.
+    /// Resets the connections that the policies of the index forbid.
     pub fn judge(&self, index: &Index) {
         for one in self.all() {
             one.judge(index);
         }
     }
 
-    /// Brings the counters up to date, and resets connections that have been idle for so long.
+    /// Updates the counters, and resets connections that have been idle for the time `idle`.
     pub fn count(&self, idle: Option<Duration>) {
         let now = Instant::now();
         for one in self.all() {
@@ -162,36 +163,38 @@ impl Live {
 }
 
 impl Entry {
-    /// What the connection carries, and a way to end it.
+    /// Returns the flow of the connection.
     pub fn flow(&self) -> &Arc<Flow> {
         &self.one.flow
     }
 
-    /// Takes the session of a connection whose sides are both connected.
+    /// Stores the session. Both sides of the connection are connected.
     pub fn reached(&self, session: Session) {
         let mut state = self.one.state();
         state.session = Some(session);
         state.since = Instant::now();
     }
 
-    /// Ends the connection if policies forbid it by now, and returns whether they do.
+    /// Ends the connection if the policies of the index forbid it, and returns whether they do.
     pub fn judge(&self, index: &Index) -> bool {
         self.one.judge(index)
     }
 
-    /// Why it is ended by this side.
+    /// Returns the outcome if this side ends the connection.
     pub fn cause(&self) -> Flag {
         self.one.state().cause
     }
 
     /// Ends the connection's session.
-    pub fn end(self, ended: Ended) {
-        let by_socket = ended == Ended::SocketReset;
+    pub fn end(self, ended: CloseReason) {
+        let by_socket = ended == CloseReason::SocketReset;
         let flag = match ended {
-            Ended::Closed => Flag::None,
-            Ended::SocketReset | Ended::StreamReset => reset(self.one.direction, by_socket),
-            Ended::Stalled => Flag::Stalled,
-            Ended::Ended => self.cause(),
+            CloseReason::Closed => Flag::None,
+            CloseReason::SocketReset | CloseReason::StreamReset => {
+                reset(self.one.direction, by_socket)
+            }
+            CloseReason::Stalled => Flag::Stalled,
+            CloseReason::Aborted => self.cause(),
         };
         let session = self.one.state().session.take();
         if let Some(mut session) = session {

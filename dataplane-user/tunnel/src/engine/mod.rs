@@ -1,4 +1,4 @@
-//! The engine of tunnels: carries the connections that the proxy hands over, and accepts the tunnels to workloads.
+//! The engine of tunnels: relays the connections that the proxy hands over, and accepts the tunnels to workloads.
 
 mod arrive;
 mod carry;
@@ -9,7 +9,7 @@ mod tests;
 
 use std::{
     fmt,
-    net::{SocketAddr, TcpListener},
+    net::TcpListener,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     thread,
     time::{Duration, Instant},
@@ -22,16 +22,16 @@ use relay::{Attached, Direction, Flag, Handed, Index, Listener, Relay, Tunnellin
 use self::{arrive::Arrive, live::Live};
 use super::{Tunnels, inbound::Listening};
 
-/// How often the engine ends connections whose time is over, and tunnels whose destination is gone.
+/// The interval at which the engine ends connections whose deadline has passed, and tunnels whose destination is gone.
 const TICK: Duration = Duration::from_secs(1);
-/// How many of these times pass until counters are brought up to date.
+/// The interval at which the engine updates counters, as a number of ticks.
 const COUNTS: u32 = 5;
-/// How often a draining engine looks whether connections are left.
+/// The interval at which a draining engine checks for open connections.
 const POLL: Duration = Duration::from_millis(10);
-/// How long an engine waits for connections that it has reset.
+/// The time limit for connections to end after the engine has reset them.
 const LAST: Duration = Duration::from_secs(1);
 
-/// How the engine connects.
+/// The parameters of the engine's connections.
 #[derive(Clone, Debug)]
 pub struct Manner {
     /// The trust domain of the workloads' identities.
@@ -41,15 +41,15 @@ pub struct Manner {
     /// The mark of sockets that connect to applications from a client's address; `None`: these sockets connect from their
     /// own address.
     pub transparent_mark: Option<u32>,
-    /// How long an application has to accept a connection.
+    /// The time limit for an application to accept a connection.
     pub connect_timeout: Duration,
     /// The time without a byte after which a connection is reset; `None`: never.
     pub idle_timeout: Option<Duration>,
-    /// The time without a byte after which the kernel checks whether the peer of a plain socket is still there.
+    /// The time without a byte after which the kernel sends TCP keepalive probes to the peer of a plain socket.
     pub keepalive: Option<Duration>,
 }
 
-/// What all connections share.
+/// The state that all connections share.
 #[derive(Debug)]
 struct Shared {
     relay: Arc<Relay>,
@@ -59,11 +59,11 @@ struct Shared {
     live: Arc<Live>,
 }
 
-/// An attachment that accepts tunnels, or did.
+/// The listening sockets of an attachment.
 struct Place {
     attachment: u64,
     listening: Vec<Listening>,
-    /// When its remaining connections are reset; `None`: it is not shut.
+    /// The time at which the engine resets the remaining connections; `None`: the attachment accepts tunnels.
     deadline: Option<Instant>,
 }
 
@@ -94,7 +94,7 @@ impl<I> fmt::Debug for Engine<I> {
 }
 
 impl<I: Identities + 'static> Engine<I> {
-    /// Makes an engine of these tunnels for the connections of a relay.
+    /// Makes an engine for the connections of a relay, which go through these tunnels.
     pub fn new(tunnels: Tunnels<I>, relay: Arc<Relay>, manner: Manner) -> Arc<Self> {
         Self::with_port(tunnels, relay, manner, super::PORT)
     }
@@ -115,11 +115,6 @@ impl<I: Identities + 'static> Engine<I> {
         engine
     }
 
-    /// The tunnels.
-    pub fn tunnels(&self) -> &Tunnels<I> {
-        &self.tunnels
-    }
-
     fn places(&self) -> MutexGuard<'_, Vec<Place>> {
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -137,7 +132,7 @@ impl<I: Identities + 'static> Engine<I> {
         });
     }
 
-    /// Ends the tunnels to workloads that are gone, so that nothing reaches another workload with the address.
+    /// Ends the tunnels to workloads that are gone: another workload may get the address.
     fn end_gone(&self, index: &Index) {
         for tunnel in self.tunnels.tunnels() {
             let Some(uid) = &tunnel.workload else {
@@ -151,7 +146,7 @@ impl<I: Identities + 'static> Engine<I> {
     }
 }
 
-/// Keeps an engine up until it is dropped.
+/// Runs the periodic work of an engine until the engine is dropped.
 async fn upkeep<I: Identities + 'static>(engine: Weak<Engine<I>>) {
     let (mut seen, mut judged, mut ticks) = (0, 0, 0_u32);
     loop {
@@ -161,7 +156,7 @@ async fn upkeep<I: Identities + 'static>(engine: Weak<Engine<I>>) {
         };
         let shared = &engine.shared;
         engine.cut(Instant::now());
-        // Before the index, which then has these policies.
+        // Read before the index: the index then has at least these policies.
         let policies = shared.relay.policies_version();
         let (version, index) = shared.relay.index();
         if version != seen {
@@ -179,7 +174,7 @@ async fn upkeep<I: Identities + 'static>(engine: Weak<Engine<I>>) {
     }
 }
 
-/// Distinguishes a workload from others, and from earlier ones with its name or address.
+/// Returns a unique name of a workload: no earlier workload with its name or address has the same.
 fn id(workload: &Workload) -> String {
     match workload.uid {
         Some(uid) => uid.to_string(),
@@ -213,7 +208,7 @@ impl<I: Identities + 'static> Tunnelling for Engine<I> {
                 Ok(listening) => place.listening.push(listening),
                 Err(error) => {
                     let name = &attached.workload.name;
-                    tracing::error!("{name}: tunnels are not accepted: {error}");
+                    tracing::error!("{name}: cannot accept tunnels: {error}");
                 }
             }
         }
@@ -242,7 +237,7 @@ impl<I: Identities + 'static> Tunnelling for Engine<I> {
         }
         live.cut(|_| true);
         self.places().clear();
-        // They account for themselves.
+        // The connections write their log lines themselves.
         let last = Instant::now() + LAST;
         while !live.is_empty(|_| true) && Instant::now() < last {
             thread::sleep(POLL);
@@ -250,16 +245,11 @@ impl<I: Identities + 'static> Tunnelling for Engine<I> {
     }
 }
 
-/// The outcome of a connection whose plain socket, or whose stream, was reset.
+/// Returns the outcome of a connection that was reset. `by_socket`: the plain socket was reset, and not the stream.
 fn reset(direction: Direction, by_socket: bool) -> Flag {
     // The plain socket is the client's, or the application's.
     match (direction, by_socket) {
         (Direction::Outbound, true) | (Direction::Inbound, false) => Flag::ClientReset,
         (Direction::Outbound, false) | (Direction::Inbound, true) => Flag::EndpointReset,
     }
-}
-
-/// The address of a peer's port for tunnels.
-fn peer(endpoint: SocketAddr, port: u16) -> SocketAddr {
-    SocketAddr::new(endpoint.ip(), port)
 }

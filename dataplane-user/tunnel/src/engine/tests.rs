@@ -19,7 +19,8 @@ use threads::none_dies;
 
 use super::{Engine, Manner};
 use crate::{
-    Error, Tunnels,
+    Tunnels,
+    error::Error,
     tests::fixture::{Certificates, identity, settings, to},
 };
 
@@ -102,7 +103,7 @@ impl World {
         Self::with_client(&[])
     }
 
-    /// With these addresses of the client.
+    /// Makes a world in which the client has these addresses.
     fn with_client(addresses: &[Ipv4Addr]) -> Self {
         let log = Lines::default();
         let plain = Settings {
@@ -173,7 +174,7 @@ impl World {
         stream
     }
 
-    /// Ends it, and returns the access log.
+    /// Ends the world, and returns the access log.
     fn end(self) -> Vec<String> {
         drop(self.engine);
         self.proxy.drain(PATIENCE);
@@ -189,7 +190,7 @@ fn read(mut stream: &TcpStream) -> io::Result<String> {
 }
 
 #[test]
-fn a_connection_goes_through_a_tunnel_with_what_was_read_before() {
+fn a_connection_goes_through_a_tunnel_with_the_bytes_read_before() {
     let world = World::new();
     let mut client = world.connect();
     // The proxy reads this before it knows that there is a tunnel.
@@ -206,9 +207,9 @@ fn a_connection_goes_through_a_tunnel_with_what_was_read_before() {
     drop(server);
     assert_eq!(read(&client).unwrap(), "answer");
     assert_eq!(
-        world.engine.tunnels().tunnels().len(),
+        world.engine.tunnels.tunnels().len(),
         2,
-        "both sides of one"
+        "both sides of one tunnel"
     );
     let lines = world.end();
     assert_eq!(lines.len(), 2, "{lines:?}");
@@ -230,7 +231,7 @@ fn a_workload_reaches_itself_without_a_tunnel() {
     server.write_all(b"answer").unwrap();
     drop(server);
     assert_eq!(read(&client).unwrap(), "answer");
-    assert!(world.engine.tunnels().tunnels().is_empty());
+    assert!(world.engine.tunnels.tunnels().is_empty());
 }
 
 #[test]
@@ -276,14 +277,14 @@ fn a_stream_to_another_address_than_the_workloads_is_refused() {
         let mut asked = to(world.tunnels, world.tunnels);
         asked.authority = authority.parse().unwrap();
         let (report, made) = std::sync::mpsc::channel();
-        world.engine.tunnels().outbound(move |outbound| async move {
+        world.engine.tunnels.outbound(move |outbound| async move {
             let _ = report.send(outbound.connect(&asked).await);
         });
         let status = match made.recv_timeout(PATIENCE).unwrap() {
             Err(Error::Refused { status, .. }) => status.as_u16(),
             other => panic!("{authority}: {other:?}"),
         };
-        // At the v4-mapped address nobody listens.
+        // No process listens at the v4-mapped address.
         let wanted = if authority.starts_with('[') { 503 } else { 400 };
         assert_eq!(status, wanted, "{authority}");
     }
@@ -316,7 +317,7 @@ fn tunnels_to_a_workload_end_with_it() {
     snapshot.workloads.insert(other.name.clone(), other);
     world.proxy.set_snapshot(snapshot);
     assert!(read(&client).is_err() && read(&server).is_err());
-    // And it does not have the identity that it must have.
+    // The other workload does not have the expected identity.
     let again = world.connect();
     assert!(read(&again).is_err());
     let lines = world.end();

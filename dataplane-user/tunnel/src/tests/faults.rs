@@ -1,4 +1,4 @@
-//! Peers that must be refused, and what is said of them.
+//! Peers that must be refused, and the errors about them.
 
 use std::{
     sync::Arc,
@@ -11,7 +11,10 @@ use tokio::{io::AsyncWriteExt, net::TcpListener};
 
 use super::{fixture::*, raw::*};
 use crate::{
-    Connect, Error, Phase, Refusal, Settings,
+    Settings,
+    error::{Error, Phase},
+    inbound::Refusal,
+    outbound::Connect,
     tls::{Check, Trust},
 };
 
@@ -27,13 +30,13 @@ fn nowhere() -> Connect {
 }
 
 #[test]
-fn each_refusal_has_its_status_and_word() {
+fn each_refusal_has_its_status_and_flag() {
     run(async {
         for (answer, status, word) in [
             (Some(Refusal::BadRequest), 400, "CONNECT"),
             (Some(Refusal::Denied), 401, "DENY"),
             (Some(Refusal::Unavailable), 503, "CONNECT"),
-            // Nobody listens there.
+            // No process listens there.
             (None, 503, "CONNECT"),
         ] {
             let mesh = mesh_of(settings(), |server| server.answer = answer);
@@ -44,7 +47,7 @@ fn each_refusal_has_its_status_and_word() {
             let Error::Refused { status: got, .. } = &error else {
                 panic!("{error}");
             };
-            assert_eq!((got.as_u16(), error.word()), (status, word));
+            assert_eq!((got.as_u16(), error.flag().word()), (status, word));
             assert_eq!(error.may_try_another(), status != 401);
         }
         let mesh = mesh();
@@ -60,7 +63,7 @@ fn each_refusal_has_its_status_and_word() {
 }
 
 #[test]
-fn what_is_no_connect_is_a_bad_request() {
+fn requests_without_connect_are_bad_requests() {
     run(async {
         let mesh = mesh();
         let mut requests = h2_client(&mesh).await;
@@ -95,12 +98,12 @@ fn what_is_no_connect_is_a_bad_request() {
     });
 }
 
-/// What each side says if the certificates are these.
+/// Connects, and returns the errors of the client and of the server.
 async fn refused(mesh: &mut Mesh) -> (Error, Error) {
     let here = mesh.connect(to(mesh.at, mesh.at)).await.unwrap_err();
-    assert_eq!(here.word(), "TLS_FAILURE", "{here}");
+    assert_eq!(here.flag().word(), "TLS_FAILURE", "{here}");
     let there = mesh.failed.recv().await.unwrap();
-    assert_eq!(there.word(), "TLS_FAILURE", "{there}");
+    assert_eq!(there.flag().word(), "TLS_FAILURE", "{there}");
     (here, there)
 }
 
@@ -119,8 +122,9 @@ fn certificates_that_must_be_refused_are_refused() {
             let mut mesh = mesh_with(settings(), certificates, None, |_| {});
             let here = mesh.connect(to_server(mesh.at)).await.unwrap_err();
             if account == "client" {
-                // Its own side knows already.
-                let is_own = here.word() == "IDENTITY_ERROR" || matches!(here, Error::Alert { .. });
+                // The client's side finds this itself.
+                let is_own =
+                    here.flag().word() == "IDENTITY_ERROR" || matches!(here, Error::Alert { .. });
                 assert!(is_own, "{here}");
                 let stream = connect(mesh.at, client_config(&mesh.certificates)).await;
                 let there = mesh.failed.recv().await.unwrap().to_string();
@@ -147,7 +151,7 @@ fn another_authority_is_not_trusted() {
     run(async {
         for client_is_other in [true, false] {
             let (ours, theirs) = (Certificates::new(), Certificates::new());
-            // One of the two trusts the other.
+            // One side trusts the authority of the other side.
             let (trusting, trusted) = if client_is_other {
                 (&ours, &theirs)
             } else {
@@ -156,13 +160,14 @@ fn another_authority_is_not_trusted() {
             trusting.roots.send_replace(trusted.roots.borrow().clone());
             let mut mesh = mesh_with(settings(), ours.clone(), Some(theirs.clone()), |_| {});
             let (here, there) = refused(&mut mesh).await;
-            let (by, told) = if client_is_other {
+            let (refusing, refused) = if client_is_other {
                 (there, here)
             } else {
                 (here, there)
             };
-            assert!(by.to_string().contains("not signed by a root"), "{by}");
-            assert!(matches!(told, Error::Alert { .. }), "{told}");
+            let text = refusing.to_string();
+            assert!(text.contains("not signed by a root"), "{text}");
+            assert!(matches!(refused, Error::Alert { .. }), "{refused}");
         }
     });
 }
@@ -176,7 +181,7 @@ fn the_peer_must_be_the_one_that_is_expected() {
                 vec![identity("other"), identity("third")],
                 "presented spiffe://cluster.local/ns/shop/sa/server, expected spiffe://cluster.local/ns/shop/sa/other",
             ),
-            // Nobody is expected: nobody is right.
+            // No identity is expected, so no identity is accepted.
             (vec![], "presented"),
         ] {
             let mut connect = to(mesh.at, mesh.at);
@@ -192,9 +197,9 @@ fn the_peer_must_be_the_one_that_is_expected() {
             ));
         }
         let mut connect = to(mesh.at, mesh.at);
-        connect.key.source = identity("nobody");
+        connect.key.source = identity("unknown");
         let error = mesh.connect(connect).await.unwrap_err();
-        assert_eq!(error.word(), "IDENTITY_ERROR");
+        assert_eq!(error.flag().word(), "IDENTITY_ERROR");
     });
 }
 
@@ -212,7 +217,7 @@ fn a_client_without_certificate_is_refused() {
             ));
         let _ = connect(mesh.at, config).await;
         let error = mesh.failed.recv().await.unwrap();
-        assert_eq!(error.word(), "TLS_FAILURE", "{error}");
+        assert_eq!(error.flag().word(), "TLS_FAILURE", "{error}");
         assert!(mesh.server.tunnels().is_empty());
     });
 }
@@ -221,24 +226,24 @@ fn a_client_without_certificate_is_refused() {
 fn both_sides_demand_http_2() {
     run(async {
         let mut mesh = mesh();
-        // A client that offers nothing.
+        // A client that offers no protocol by ALPN.
         let mut config = client_config(&mesh.certificates);
         config.alpn_protocols.clear();
         let stream = connect(mesh.at, config).await.unwrap();
         let error = mesh.failed.recv().await.unwrap();
-        assert_eq!(error.word(), "H2_HANDSHAKE_FAILURE", "{error}");
+        assert_eq!(error.flag().word(), "H2_HANDSHAKE_FAILURE", "{error}");
         drop(stream);
-        // A client that offers h2 and speaks something else.
+        // A client that offers h2, and sends HTTP/1.1.
         let mut stream = connect(mesh.at, client_config(&mesh.certificates))
             .await
             .unwrap();
         stream
-            .write_all(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n")
+            .write_all(b"GET / HTTP/1.1\r\nHost: shop\r\n\r\n")
             .await
             .unwrap();
         let error = mesh.failed.recv().await.unwrap();
-        assert_eq!(error.word(), "H2_HANDSHAKE_FAILURE", "{error}");
-        // Servers that do likewise.
+        assert_eq!(error.flag().word(), "H2_HANDSHAKE_FAILURE", "{error}");
+        // Servers that do the same.
         for offers in [true, false] {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let at = listener.local_addr().unwrap();
@@ -252,7 +257,7 @@ fn both_sides_demand_http_2() {
                 let _ = stream.flush().await;
             });
             let error = mesh.connect(to(at, at)).await.unwrap_err();
-            assert_eq!(error.word(), "H2_HANDSHAKE_FAILURE", "{error}");
+            assert_eq!(error.flag().word(), "H2_HANDSHAKE_FAILURE", "{error}");
         }
     });
 }
@@ -305,7 +310,7 @@ fn peers_that_stall_are_given_up_in_each_phase() {
             ),
             "{error}"
         );
-        // A client that says nothing.
+        // A client that sends nothing.
         let _silent = tokio::net::TcpStream::connect(mesh.at).await.unwrap();
         let error = mesh.failed.recv().await.unwrap();
         assert!(
@@ -328,11 +333,13 @@ fn a_peer_that_is_revoked_during_its_handshake_is_refused() {
     let check = Check::new(trust.verifier().unwrap(), None);
     let (chain, at) = (&certificates.get("client").chain, nowhere().key.to);
     let verified = check.verify_client_cert(&chain[0], &[], UnixTime::now());
-    verified.expect("it is valid");
-    check.renew(&trust, at).expect("nothing has changed");
+    verified.expect("the certificate is valid");
+    check.renew(&trust, at).expect("the roots have not changed");
     let roots = certificates.authority.roots(&[2]);
     certificates.roots.send_replace(Arc::new(roots));
-    check.renew(&trust, at).expect("another is revoked");
+    check
+        .renew(&trust, at)
+        .expect("another certificate is revoked");
     let roots = certificates.authority.roots(&[1]);
     certificates.roots.send_replace(Arc::new(roots));
     let error = check.renew(&trust, at).unwrap_err();

@@ -1,4 +1,4 @@
-//! An authority, workloads, and applications.
+//! A certificate authority, workloads, and applications.
 
 use std::{
     collections::HashMap,
@@ -25,8 +25,12 @@ use tokio::{
 };
 
 use crate::{
-    Accepted, Connect, Dial, Ended, Error, Flow, Inbound, Key, Listening, Refusal, Request,
-    Settings, Stream, Tunnels,
+    Settings, Tunnels,
+    copy::{CloseReason, Flow, Stream},
+    error::Error,
+    inbound::{Accepted, Inbound, Listening, Refusal, Request},
+    outbound::{Connect, Dial},
+    pool::Key,
 };
 
 pub const HOUR: Duration = Duration::from_hours(1);
@@ -67,7 +71,7 @@ impl Authority {
         }
     }
 
-    /// A certificate that ends so long from now.
+    /// Issues a certificate that is valid from `from` to `to`.
     pub fn certify(
         &self,
         of: &Identity,
@@ -103,7 +107,7 @@ pub struct Certificates {
 }
 
 impl Certificates {
-    /// Certificates for client and server, with the serial numbers 1 and 2.
+    /// Issues certificates for the client and the server, with the serial numbers 1 and 2.
     pub fn new() -> Arc<Self> {
         Self::of(Authority::new())
     }
@@ -132,6 +136,13 @@ impl Certificates {
         credentials.insert(of, Arc::new(credential));
     }
 
+    /// Lets the credential of an account end earlier than its certificate.
+    pub fn expire(&self, account: &str, at: SystemTime) {
+        let mut credentials = self.credentials.lock().unwrap();
+        let credential = credentials.get_mut(&identity(account)).unwrap();
+        Arc::get_mut(credential).unwrap().not_after = at;
+    }
+
     pub fn get(&self, account: &str) -> Arc<Credential> {
         Arc::clone(&self.credentials.lock().unwrap()[&identity(account)])
     }
@@ -142,7 +153,7 @@ impl Identities for Certificates {
         let found = self.credentials.lock().unwrap().get(identity).cloned();
         found.ok_or_else(|| IdentityError {
             identity: identity.clone(),
-            cause: "the test has none".into(),
+            cause: "the test has no certificate for it".into(),
         })
     }
 
@@ -151,15 +162,15 @@ impl Identities for Certificates {
     }
 }
 
-/// A workload that accepts tunnels: leads them to whatever address they ask for on this machine.
+/// A workload that accepts tunnels. It connects their streams to any requested loopback address.
 pub struct Server {
     pub answer: Option<Refusal>,
-    /// Connections to applications that were begun.
+    /// The number of connection attempts to applications.
     pub begun: AtomicUsize,
-    /// Never connects.
+    /// Whether connection attempts hang.
     pub hangs: bool,
     pub requests: mpsc::UnboundedSender<Request>,
-    pub ended: mpsc::UnboundedSender<(Ended, [u64; 2])>,
+    pub ended: mpsc::UnboundedSender<(CloseReason, [u64; 2])>,
     pub failed: mpsc::UnboundedSender<Error>,
 }
 
@@ -196,7 +207,7 @@ impl Inbound for Server {
     }
 }
 
-/// Two sides that share a source of certificates.
+/// The two sides of tunnels.
 pub struct Mesh {
     pub client: Arc<Tunnels<Certificates>>,
     pub server: Tunnels<Certificates>,
@@ -205,7 +216,7 @@ pub struct Mesh {
     pub listening: Option<Listening>,
     pub at: SocketAddr,
     pub requests: mpsc::UnboundedReceiver<Request>,
-    pub ended: mpsc::UnboundedReceiver<(Ended, [u64; 2])>,
+    pub ended: mpsc::UnboundedReceiver<(CloseReason, [u64; 2])>,
     pub failed: mpsc::UnboundedReceiver<Error>,
 }
 
@@ -224,7 +235,7 @@ pub fn mesh_of(settings: Settings, change: impl FnOnce(&mut Server)) -> Mesh {
     mesh_with(settings, Certificates::new(), None, change)
 }
 
-/// `others`: the source of the server, if it has one of its own.
+/// Starts both sides. `others`: the server's source of certificates, if the server has its own.
 pub fn mesh_with(
     settings: Settings,
     certificates: Arc<Certificates>,
@@ -285,12 +296,11 @@ pub fn to(at: SocketAddr, application: SocketAddr) -> Connect {
         authority: application.to_string().parse().unwrap(),
         client: Some("10.0.0.1:4000".parse().unwrap()),
         baggage: Some("k8s.cluster.name=c".parse().unwrap()),
-        traceparent: None,
     }
 }
 
 impl Mesh {
-    /// Makes a stream; it is held until the result is dropped.
+    /// Makes a stream, which stays open until the result is dropped.
     pub async fn connect(&self, connect: Connect) -> Result<Stream, Error> {
         let (report, made) = tokio::sync::oneshot::channel();
         self.client.outbound(move |outbound| async move {
@@ -299,18 +309,18 @@ impl Mesh {
         made.await.unwrap()
     }
 
-    /// A client's connection to an application, through a tunnel. Also returns how it ends.
+    /// Opens a client's connection to an application, through a tunnel. The receiver gets its end.
     pub async fn open(
         &self,
         application: SocketAddr,
-    ) -> (TcpStream, mpsc::UnboundedReceiver<(Ended, [u64; 2])>) {
+    ) -> (TcpStream, mpsc::UnboundedReceiver<(CloseReason, [u64; 2])>) {
         self.open_by(to(self.at, application)).await
     }
 
     pub async fn open_by(
         &self,
         connect: Connect,
-    ) -> (TcpStream, mpsc::UnboundedReceiver<(Ended, [u64; 2])>) {
+    ) -> (TcpStream, mpsc::UnboundedReceiver<(CloseReason, [u64; 2])>) {
         let (client, captured) = pair().await;
         let captured = captured.into_std().unwrap();
         let (ended, ends) = mpsc::unbounded_channel();
@@ -332,7 +342,7 @@ pub async fn pair() -> (TcpStream, TcpStream) {
     (client.unwrap(), accepted.unwrap().0)
 }
 
-/// An application that hands out its connections.
+/// Starts an application. The receiver gets its connections.
 pub async fn application() -> (SocketAddr, mpsc::UnboundedReceiver<TcpStream>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let at = listener.local_addr().unwrap();
@@ -347,7 +357,7 @@ pub async fn application() -> (SocketAddr, mpsc::UnboundedReceiver<TcpStream>) {
     (at, connections)
 }
 
-/// An application that sends back what it gets.
+/// Starts an application that sends back the bytes that it receives.
 pub async fn echo() -> SocketAddr {
     let (at, mut connections) = application().await;
     tokio::spawn(async move {
@@ -369,7 +379,7 @@ pub async fn round_trip(socket: &mut TcpStream) {
     assert_eq!(&answer, b"ping");
 }
 
-/// Waits until it is so; fails after 10 s.
+/// Waits until `is_so` returns `true`. Panics after 10 s.
 pub async fn until(what: &str, is_so: impl Fn() -> bool) {
     for _ in 0..1000 {
         if is_so() {
@@ -390,7 +400,7 @@ pub fn run(test: impl Future<Output = ()>) {
     });
 }
 
-/// Bytes of memory that this process has.
+/// Returns the resident memory of this process in bytes.
 pub fn memory() -> usize {
     let text = std::fs::read_to_string("/proc/self/statm").unwrap();
     text.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096

@@ -5,11 +5,11 @@ use std::{sync::atomic::Ordering, time::Duration};
 use tokio::io::AsyncWriteExt;
 
 use super::{fixture::*, raw::*};
-use crate::{Error, Settings};
+use crate::{Settings, error::Error};
 
 const CALM: u32 = 11;
 
-async fn served_still(mesh: &Mesh) {
+async fn is_still_served(mesh: &Mesh) {
     let echo = echo().await;
     round_trip(&mut mesh.open(echo).await.0).await;
 }
@@ -35,7 +35,7 @@ fn floods_of_frames_cut_the_tunnel() {
             let pieces =
                 std::iter::once(opened.clone()).chain((0..20_000).map(|_| one.repeat(100)));
             let (sent, _) = frames.flood(pieces).await;
-            // Much is in the sockets' buffers.
+            // The sockets' buffers have many of the frames.
             assert!(
                 sent < 19_000,
                 "{name}: {sent} hundreds of frames were taken"
@@ -46,12 +46,12 @@ fn floods_of_frames_cut_the_tunnel() {
                 "{name}: {error}"
             );
         }
-        served_still(&mesh).await;
+        is_still_served(&mesh).await;
     });
 }
 
 #[test]
-fn what_the_library_limits_cuts_the_tunnel() {
+fn floods_that_the_library_limits_cut_the_tunnel() {
     run(async {
         let mut mesh = mesh();
         let (application, mut accepted) = application().await;
@@ -74,7 +74,7 @@ fn what_the_library_limits_cuts_the_tunnel() {
             assert!(matches!(error, Error::Broken { .. }), "{name}: {error}");
         }
         drop(held);
-        served_still(&mesh).await;
+        is_still_served(&mesh).await;
     });
 }
 
@@ -173,7 +173,7 @@ fn one_address_has_a_limited_number_of_tunnels() {
             silent.push(tokio::net::TcpStream::connect(mesh.at).await.unwrap());
         }
         let error = mesh.connect(to(mesh.at, echo)).await.unwrap_err();
-        assert_eq!(error.word(), "TLS_FAILURE", "{error}");
+        assert_eq!(error.flag().word(), "TLS_FAILURE", "{error}");
         let error = mesh.failed.recv().await.unwrap();
         assert!(matches!(error, Error::TooMany { most: 3, .. }), "{error}");
         for _ in 0..3 {
@@ -198,10 +198,10 @@ fn more_than_the_window_is_not_kept() {
         let (mut read, mut write) = tokio::io::split(frames.stream);
         tokio::spawn(async move { tokio::io::copy(&mut read, &mut tokio::io::sink()).await });
         for _ in 0..8000 {
-            // Fails once the peer has cut the tunnel, which it may or may not.
+            // Fails if the peer has cut the tunnel.
             let _ = write.write_all(&one).await;
         }
-        // Maybe before it was answered.
+        // The peer may reset the stream before the answer.
         let no_stream = || {
             mesh.server
                 .tunnels()
@@ -211,6 +211,6 @@ fn more_than_the_window_is_not_kept() {
         until("the stream is reset", no_stream).await;
         let grown = memory().saturating_sub(before);
         assert!(grown < 64 << 20, "{grown} bytes");
-        served_still(&mesh).await;
+        is_still_served(&mesh).await;
     });
 }

@@ -1,9 +1,8 @@
-//! Tests over the loopback interface: both sides of this crate against each other, and each against a raw peer.
+//! Tests over the loopback interface: the two sides of this crate against each other, and each side against a raw peer.
 
 mod faults;
 pub mod fixture;
 mod floods;
-mod measure;
 mod pooling;
 mod raw;
 mod streams;

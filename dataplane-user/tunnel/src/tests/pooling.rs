@@ -1,6 +1,7 @@
-//! How long tunnels live, and who shares them.
+//! The lifetime of tunnels, and the streams that share them.
 
 use std::{
+    future::pending,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -11,9 +12,9 @@ use std::{
 use tokio::{io::AsyncReadExt, net::TcpStream, time::sleep};
 
 use super::{fixture::*, raw::*};
-use crate::{Connect, Ended, Error, Settings};
+use crate::{Settings, copy::CloseReason, error::Error, outbound::Connect};
 
-/// Counts the connections that are made.
+/// Counts the TCP connections of new tunnels.
 fn counted(mut connect: Connect) -> (Connect, Arc<AtomicUsize>) {
     let count = Arc::new(AtomicUsize::new(0));
     let counter = Arc::clone(&count);
@@ -33,7 +34,7 @@ fn streams_share_tunnels_up_to_the_limit() {
         };
         let mesh = mesh_of(settings, |_| {});
         let (connect, dialled) = counted(to(mesh.at, echo().await));
-        // All at once: nobody dials in vain.
+        // The streams begin at once. Each TCP connection becomes a tunnel that is used.
         let streams = (0..7).map(|_| mesh.open_by(connect.clone()));
         let mut clients = Vec::new();
         for stream in streams {
@@ -51,7 +52,7 @@ fn streams_share_tunnels_up_to_the_limit() {
             .collect();
         streams.sort_unstable();
         assert_eq!(streams, [1, 3, 3]);
-        // Places that are free again are used.
+        // New streams take free places in existing tunnels.
         clients.truncate(2);
         until("streams end", || {
             mesh.client
@@ -89,18 +90,14 @@ fn other_keys_have_other_tunnels() {
         }
         assert_eq!(mesh.client.tunnels().len(), 5);
         mesh.client.end_workload("another uid");
-        until("it ends", || mesh.client.tunnels().len() == 4).await;
+        until("the tunnel ends", || mesh.client.tunnels().len() == 4).await;
         assert!(clients.pop().unwrap().read(&mut [0]).await.is_err());
-        mesh.client.end_identity(&identity("second"));
-        until("it ends", || mesh.client.tunnels().len() == 3).await;
         round_trip(&mut clients[0]).await;
-        mesh.client.end_identity(&identity("server"));
-        until("all end", || mesh.client.tunnels().is_empty()).await;
     });
 }
 
 #[test]
-fn what_is_being_made_for_a_workload_that_ends_is_not_used() {
+fn a_pending_tunnel_to_a_workload_that_ends_is_not_used() {
     run(async {
         let mesh = mesh();
         let mut connect = to(mesh.at, echo().await);
@@ -136,11 +133,14 @@ fn idle_tunnels_end() {
         round_trip(&mut client).await;
         assert_eq!(mesh.client.tunnels().len(), 1);
         drop(client);
-        until("it ends on both sides", || {
+        until("the tunnel ends on both sides", || {
             mesh.client.tunnels().is_empty() && mesh.server.tunnels().is_empty()
         })
         .await;
-        assert!(mesh.failed.try_recv().is_err(), "that is no failure");
+        assert!(
+            mesh.failed.try_recv().is_err(),
+            "an idle tunnel is no failure"
+        );
         round_trip(&mut mesh.open(echo).await.0).await;
     });
 }
@@ -153,43 +153,28 @@ fn a_peer_that_drains_keeps_its_streams_and_gets_no_new_ones() {
         let (mut old, mut ends) = mesh.open(echo).await;
         round_trip(&mut old).await;
         let listening = mesh.listening.take().unwrap();
-        let drained = tokio::spawn(listening.drain(Duration::from_secs(20)));
-        // Its successor.
-        let mut again = None;
+        listening.begin_drain();
+        // The successor of the listening socket.
         until("the socket is closed", || {
             std::net::TcpListener::bind(mesh.at).is_ok()
         })
         .await;
         let listener = std::net::TcpListener::bind(mesh.at).unwrap();
         let inbound = Arc::clone(&mesh.inbound);
-        again.replace(
-            mesh.server
-                .listen(listener, identity("server"), inbound)
-                .unwrap(),
-        );
+        let _again = mesh
+            .server
+            .listen(listener, identity("server"), inbound)
+            .unwrap();
         let (mut new, _) = mesh.open(echo).await;
         round_trip(&mut new).await;
         round_trip(&mut old).await;
         assert_eq!(mesh.client.tunnels().len(), 2);
-        assert!(!drained.is_finished());
+        assert!(!listening.is_drained());
         drop(old);
-        assert_eq!(ends.recv().await.unwrap().0, Ended::Closed);
-        drained.await.unwrap();
+        assert_eq!(ends.recv().await.unwrap().0, CloseReason::Closed);
+        until("the drain ends", || listening.is_drained()).await;
         round_trip(&mut new).await;
-        until("the old one ends", || mesh.client.tunnels().len() == 1).await;
-    });
-}
-
-#[test]
-fn a_drain_ends_at_its_deadline() {
-    run(async {
-        let mut mesh = mesh();
-        let (mut client, _) = mesh.open(echo().await).await;
-        round_trip(&mut client).await;
-        let listening = mesh.listening.take().unwrap();
-        listening.drain(Duration::from_millis(200)).await;
-        assert!(client.read(&mut [0]).await.is_err());
-        until("it ends", || mesh.server.tunnels().is_empty()).await;
+        until("the old tunnel ends", || mesh.client.tunnels().len() == 1).await;
     });
 }
 
@@ -202,6 +187,7 @@ fn a_peer_that_restarts_gets_new_tunnels() {
         round_trip(&mut client).await;
         drop(mesh.listening.take());
         assert!(client.read(&mut [0]).await.is_err());
+        until("the tunnel ends", || mesh.server.tunnels().is_empty()).await;
         let error = mesh.connect(to(mesh.at, echo)).await.unwrap_err();
         assert!(matches!(error, Error::Connect { .. }), "{error}");
         let listener = std::net::TcpListener::bind(mesh.at).unwrap();
@@ -219,18 +205,20 @@ fn streams_outlive_certificates_that_rotate() {
     run(async {
         let mesh = mesh();
         let echo = echo().await;
-        let now = SystemTime::now();
-        // For another second.
-        mesh.certificates
-            .set("client", 1, now - HOUR, now + Duration::from_secs(2));
+        let end = SystemTime::now() + Duration::from_secs(1);
+        mesh.certificates.expire("client", end);
         let (mut old, _) = mesh.open(echo).await;
         round_trip(&mut old).await;
         let first = mesh.client.tunnels()[0].clone();
         mesh.certificates.renew("client", 11);
         mesh.certificates.renew("server", 12);
         round_trip(&mut mesh.open(echo).await.0).await;
-        assert_eq!(mesh.client.tunnels().len(), 1, "the tunnel is good still");
-        sleep(Duration::from_millis(2100)).await;
+        assert_eq!(
+            mesh.client.tunnels().len(),
+            1,
+            "the old certificate is still valid"
+        );
+        until("the old certificate expires", || SystemTime::now() > end).await;
         let (mut new, _) = mesh.open(echo).await;
         round_trip(&mut new).await;
         round_trip(&mut old).await;
@@ -241,10 +229,10 @@ fn streams_outlive_certificates_that_rotate() {
             .find(|tunnel| !Arc::ptr_eq(tunnel, &first))
             .unwrap();
         assert_ne!(
-            second.proof.chain, first.proof.chain,
-            "the server has a new one, too"
+            second.peer.chain, first.peer.chain,
+            "the server has a new certificate, too"
         );
-        // The roots change, and nobody is revoked.
+        // The roots change. No certificate in use is revoked.
         let roots = mesh.certificates.authority.roots(&[99]);
         mesh.certificates.roots.send_replace(roots.into());
         sleep(Duration::from_millis(200)).await;
@@ -267,26 +255,27 @@ fn a_peer_that_does_not_answer_ping_is_given_up() {
             ..settings()
         };
         let mesh = mesh_of(settings, |_| {});
-        // Alive, and idle: PING keeps it.
+        // This peer answers PING. Its tunnel has been silent for longer than the dead peer's.
         let (mut alive, _) = mesh.open(echo().await).await;
+        round_trip(&mut alive).await;
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let at = listener.local_addr().unwrap();
         let config = server_config(&mesh.certificates);
-        let dead = tokio::spawn(async move {
+        tokio::spawn(async move {
             let stream = accept(listener.accept().await.unwrap().0, config).await;
             let mut connection = h2::server::handshake(stream).await.unwrap();
             let (_, mut respond) = connection.accept().await.unwrap().unwrap();
             let stream = respond.send_response(http::Response::new(()), false);
-            // Sends the answer, and hangs.
+            // Sends the answer, and hangs with open sockets.
             let _ = tokio::time::timeout(Duration::from_millis(100), connection.accept()).await;
-            sleep(Duration::from_secs(30)).await;
+            pending::<()>().await;
             drop((stream, connection));
         });
         let (mut client, _) = mesh.open_by(to(at, at)).await;
         assert!(client.read(&mut [0]).await.is_err());
-        sleep(Duration::from_secs(1)).await;
+        // The ticks of the two tunnels are at most half of `ping` apart.
+        sleep(Duration::from_millis(200)).await;
         round_trip(&mut alive).await;
-        dead.abort();
     });
 }
 
@@ -305,9 +294,8 @@ fn idle_streams_hold_little() {
             round_trip(&mut client).await;
             clients.push(client);
         }
-        // Both sides, and the test's own.
+        // Includes both sides of the tunnel, and the test's own memory.
         let each = memory().saturating_sub(before) / 400;
-        println!("{each} bytes for an idle stream");
         assert!(each < 64 << 10, "{each} bytes for an idle stream");
     });
 }
@@ -321,17 +309,19 @@ fn a_tunnel_ends_after_the_certificate_of_its_peer() {
         };
         let mesh = mesh_of(settings, |_| {});
         let now = SystemTime::now();
-        let end = now + Duration::from_secs(3);
+        let end = now + Duration::from_secs(2);
         mesh.certificates
             .set("client", 3, now - Duration::from_mins(1), end);
         let echo = echo().await;
         let (mut old, _) = mesh.open(echo).await;
         round_trip(&mut old).await;
-        sleep(Duration::from_secs(5)).await;
-        // The stream that there is goes on; the tunnel ends with it.
+        // The server checks the certificate at least every 100 ms.
+        let checked = mesh.server.tunnels()[0].peer.until + Duration::from_millis(300);
+        until("the server sends GOAWAY", || SystemTime::now() > checked).await;
+        // The open stream continues. The tunnel ends with the stream.
         round_trip(&mut old).await;
         assert_eq!(mesh.server.tunnels().len(), 1);
         drop(old);
-        until("it ends", || mesh.server.tunnels().is_empty()).await;
+        until("the tunnel ends", || mesh.server.tunnels().is_empty()).await;
     });
 }

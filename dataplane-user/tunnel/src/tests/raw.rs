@@ -1,4 +1,4 @@
-//! Raw peers: TLS by hand, and frames by hand.
+//! Raw peers: TLS without this crate, and HTTP/2 frames without the library.
 
 use std::sync::Arc;
 
@@ -49,7 +49,7 @@ pub async fn accept(socket: TcpStream, config: ServerConfig) -> server::TlsStrea
         .unwrap()
 }
 
-/// A client of the HTTP/2 library alone, whose connection is driven.
+/// Connects a client of the HTTP/2 library.
 pub async fn h2_client(mesh: &Mesh) -> h2::client::SendRequest<Bytes> {
     let stream = connect(mesh.at, client_config(&mesh.certificates))
         .await
@@ -67,7 +67,7 @@ pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// The headers of a CONNECT to this authority, in HPACK without Huffman's code.
+/// Returns the headers of a CONNECT to this authority, in HPACK without Huffman's code.
 pub fn connect_headers(authority: &str) -> Vec<u8> {
     let mut headers = vec![0x42, 7];
     headers.extend(b"CONNECT");
@@ -76,7 +76,7 @@ pub fn connect_headers(authority: &str) -> Vec<u8> {
     headers
 }
 
-/// A client that writes frames by hand; it has sent its preface and SETTINGS.
+/// A client that writes raw frames. It has sent its preface and SETTINGS.
 pub struct Frames {
     pub stream: client::TlsStream<TcpStream>,
 }
@@ -94,8 +94,8 @@ impl Frames {
         Self { stream }
     }
 
-    /// Sends pieces until the peer ends the connection, while it reads what the peer sends. Returns how many were sent,
-    /// and the error code of GOAWAY.
+    /// Sends pieces until the peer ends the connection, and reads the peer's frames meanwhile. Returns the number of pieces
+    /// that were sent, and the error code of GOAWAY.
     pub async fn flood(self, pieces: impl Iterator<Item = Vec<u8>>) -> (usize, Option<u32>) {
         let (mut read, mut write) = tokio::io::split(self.stream);
         let reader = tokio::spawn(async move {

@@ -1,26 +1,36 @@
-//! What streams carry: bytes, ends and resets.
+//! The contents of streams: bytes, ends and resets.
 
 use std::time::{Duration, Instant};
 
+use http::Method;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
+    net::{TcpListener, TcpStream},
     time::timeout,
 };
 
-use super::fixture::*;
-use crate::{Ended, Settings};
+use super::{fixture::*, raw::*};
+use crate::{Settings, copy::CloseReason};
 
 fn reset(socket: TcpStream) {
     relay::socket::reset_on_close(&socket);
     drop(socket);
 }
 
+/// Returns the client's value before the server's, or after it.
+fn ordered<T>(client: T, server: T, client_first: bool) -> (T, T) {
+    if client_first {
+        (client, server)
+    } else {
+        (server, client)
+    }
+}
+
 async fn is_reset(socket: &mut TcpStream) {
     let mut bytes = [0; 1 << 10];
     loop {
         match socket.read(&mut bytes).await {
-            Ok(0) => panic!("it was ended, not reset"),
+            Ok(0) => panic!("the connection was closed, not reset"),
             Ok(_) => {}
             Err(error) => {
                 assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
@@ -31,7 +41,7 @@ async fn is_reset(socket: &mut TcpStream) {
 }
 
 #[test]
-fn a_round_trip_says_who_asks() {
+fn the_server_knows_the_identity_of_the_client() {
     run(async {
         let mut mesh = mesh();
         let application = echo().await;
@@ -40,13 +50,28 @@ fn a_round_trip_says_who_asks() {
         let request = mesh.requests.recv().await.unwrap();
         assert_eq!(request.peer, identity("client"));
         assert_eq!(request.destination(), Some(application));
-        assert_eq!(request.local, mesh.at);
-        assert_eq!(request.headers["forwarded"], "for=\"10.0.0.1:4000\"");
-        assert_eq!(request.headers["baggage"], "k8s.cluster.name=c");
         client.shutdown().await.unwrap();
         assert_eq!(client.read(&mut [0]).await.unwrap(), 0);
-        assert_eq!(ends.recv().await, Some((Ended::Closed, [4, 4])));
-        assert_eq!(mesh.ended.recv().await, Some((Ended::Closed, [4, 4])));
+        assert_eq!(ends.recv().await, Some((CloseReason::Closed, [4, 4])));
+        assert_eq!(mesh.ended.recv().await, Some((CloseReason::Closed, [4, 4])));
+    });
+}
+
+#[test]
+fn a_request_has_the_clients_address_and_names() {
+    run(async {
+        let mesh = mesh();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let at = listener.local_addr().unwrap();
+        let config = server_config(&mesh.certificates);
+        let _client = mesh.open(at).await;
+        let stream = accept(listener.accept().await.unwrap().0, config).await;
+        let mut connection = h2::server::handshake(stream).await.unwrap();
+        let (request, _) = connection.accept().await.unwrap().unwrap();
+        assert_eq!(request.method(), Method::CONNECT);
+        assert_eq!(request.uri().to_string(), at.to_string());
+        assert_eq!(request.headers()["forwarded"], "for=\"10.0.0.1:4000\"");
+        assert_eq!(request.headers()["baggage"], "k8s.cluster.name=c");
     });
 }
 
@@ -68,17 +93,14 @@ fn bulk_arrives_unharmed_both_ways() {
             write.shutdown().await.unwrap();
         });
         let mut got = vec![0; piece.len()];
-        let began = Instant::now();
         for _ in 0..SIZE / piece.len() {
             read.read_exact(&mut got).await.unwrap();
             assert!(got == piece);
         }
-        let micros = usize::try_from(began.elapsed().as_micros()).unwrap();
-        println!("{} MB/s", SIZE / micros.max(1));
         assert_eq!(read.read(&mut got).await.unwrap(), 0);
         writer.await.unwrap();
         let (how, bytes) = ends.recv().await.unwrap();
-        assert_eq!((how, bytes), (Ended::Closed, [SIZE as u64; 2]));
+        assert_eq!((how, bytes), (CloseReason::Closed, [SIZE as u64; 2]));
     });
 }
 
@@ -90,25 +112,21 @@ fn each_side_may_end_first_and_still_read() {
         for client_first in [true, false] {
             let (client, mut ends) = mesh.open(at).await;
             let server = accepted.recv().await.unwrap();
-            let (mut first, mut second) = if client_first {
-                (client, server)
-            } else {
-                (server, client)
-            };
+            let (mut first, mut second) = ordered(client, server, client_first);
             let mut text = String::new();
             first.write_all(b"last words").await.unwrap();
             first.shutdown().await.unwrap();
             second.read_to_string(&mut text).await.unwrap();
             assert_eq!(text, "last words");
             tokio::time::sleep(Duration::from_millis(50)).await;
-            assert!(ends.try_recv().is_err(), "one way is left");
+            assert!(ends.try_recv().is_err(), "one direction is open");
             second.write_all(b"and an answer").await.unwrap();
             drop(second);
             text.clear();
             first.read_to_string(&mut text).await.unwrap();
             assert_eq!(text, "and an answer");
-            assert_eq!(ends.recv().await.unwrap().0, Ended::Closed);
-            assert_eq!(mesh.ended.recv().await.unwrap().0, Ended::Closed);
+            assert_eq!(ends.recv().await.unwrap().0, CloseReason::Closed);
+            assert_eq!(mesh.ended.recv().await.unwrap().0, CloseReason::Closed);
         }
     });
 }
@@ -118,16 +136,12 @@ fn a_reset_of_one_side_is_a_reset_of_the_other() {
     run(async {
         let mut mesh = mesh();
         let (at, mut accepted) = application().await;
-        // Idle; after a FIN of the side that is reset; after a FIN of the one that resets; both.
+        // Whether the side that resets, and the other side, have sent FIN before.
         for half_closed in [[false, false], [true, false], [false, true]] {
             for client_first in [true, false] {
                 let (client, mut ends) = mesh.open(at).await;
                 let server = accepted.recv().await.unwrap();
-                let (mut first, mut second) = if client_first {
-                    (client, server)
-                } else {
-                    (server, client)
-                };
+                let (mut first, mut second) = ordered(client, server, client_first);
                 first.write_all(b"hello").await.unwrap();
                 second.read_exact(&mut [0; 5]).await.unwrap();
                 if half_closed[0] {
@@ -141,12 +155,8 @@ fn a_reset_of_one_side_is_a_reset_of_the_other() {
                 reset(first);
                 let how = ends.recv().await.unwrap().0;
                 let other = mesh.ended.recv().await.unwrap().0;
-                let expected = (Ended::SocketReset, Ended::StreamReset);
-                let got = if client_first {
-                    (how, other)
-                } else {
-                    (other, how)
-                };
+                let expected = (CloseReason::SocketReset, CloseReason::StreamReset);
+                let got = ordered(how, other, client_first);
                 assert_eq!(got, expected, "{half_closed:?} {client_first}");
                 if !half_closed[0] {
                     is_reset(&mut second).await;
@@ -168,8 +178,8 @@ fn a_tunnel_that_is_ended_resets_its_streams() {
         mesh.server.tunnels()[0].end();
         is_reset(&mut client).await;
         is_reset(&mut server).await;
-        assert_eq!(ends.recv().await.unwrap().0, Ended::StreamReset);
-        assert_eq!(mesh.ended.recv().await.unwrap().0, Ended::StreamReset);
+        assert_eq!(ends.recv().await.unwrap().0, CloseReason::StreamReset);
+        assert_eq!(mesh.ended.recv().await.unwrap().0, CloseReason::StreamReset);
         until("no tunnel is left", || {
             mesh.client.tunnels().is_empty() && mesh.server.tunnels().is_empty()
         })
@@ -177,7 +187,7 @@ fn a_tunnel_that_is_ended_resets_its_streams() {
     });
 }
 
-/// Fills a connection until neither side takes more.
+/// Writes until the tunnel takes no more bytes. Returns their number.
 async fn stall(client: &TcpStream) -> usize {
     let (bytes, mut filled) = (vec![7; 1 << 20], 0);
     while timeout(Duration::from_millis(300), client.writable())
@@ -207,7 +217,7 @@ fn stalled_readers_do_not_slow_other_streams() {
             assert!(filled < 32 << 20, "{filled} bytes were taken");
             stalled.push((client, server));
         }
-        assert_eq!(mesh.client.tunnels().len(), 1, "all share a tunnel");
+        assert_eq!(mesh.client.tunnels().len(), 1, "all streams share a tunnel");
         let began = Instant::now();
         for client in &mut others {
             for _ in 0..20 {
@@ -219,7 +229,7 @@ fn stalled_readers_do_not_slow_other_streams() {
             "{:?}",
             began.elapsed()
         );
-        // Bulk, too.
+        // Bulk transfer is not slow, either.
         let (mut read, mut write) = others.pop().unwrap().into_split();
         let writer = tokio::spawn(async move { write.write_all(&vec![1; 16 << 20]).await });
         read.read_exact(&mut vec![0; 16 << 20]).await.unwrap();
@@ -231,7 +241,7 @@ fn stalled_readers_do_not_slow_other_streams() {
 fn streams_that_hold_too_much_end() {
     run(async {
         let settings = Settings {
-            held: 4 << 20,
+            buffered: 4 << 20,
             ..settings()
         };
         let mut mesh = mesh_of(settings, |_| {});
@@ -242,8 +252,8 @@ fn streams_that_hold_too_much_end() {
             stall(&client).await;
             stalled.push((client, accepted.recv().await.unwrap()));
         }
-        assert_eq!(mesh.ended.recv().await.unwrap().0, Ended::Stalled);
-        // Whoever is left is served when it reads.
+        assert_eq!(mesh.ended.recv().await.unwrap().0, CloseReason::Stalled);
+        // Other streams are still served.
         let echo = echo().await;
         round_trip(&mut mesh.open(echo).await.0).await;
     });
