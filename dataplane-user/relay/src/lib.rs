@@ -21,6 +21,7 @@ mod limits;
 mod metrics;
 mod namespace;
 mod outcome;
+mod permit;
 mod route;
 mod session;
 pub mod socket;
@@ -49,7 +50,8 @@ pub use metrics::{Connections, encode_connections};
 use model::{Snapshot, WorkloadName};
 pub use namespace::{Stock, local_addresses};
 pub use outcome::Flag;
-pub use session::{Permit, Refusal, Session};
+pub use permit::Permit;
+pub use session::{Refusal, Session};
 
 /// The state that relayed connections share: the snapshot that routes them, the attached workloads,
 /// limits, counters and the access log.

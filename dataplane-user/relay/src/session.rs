@@ -1,4 +1,4 @@
-//! The session of a relayed connection: its share of the limits, its connection to an endpoint, its counters and its
+//! The session of a relayed connection: its connection to an endpoint, its counters and its
 //! line in the access log.
 //!
 //! An engine acquires a [`Permit`], accepts a connection, and begins a [`Session`] for it. The engine reports events to
@@ -20,64 +20,10 @@ use super::{
     counters::Counters,
     direction::Direction,
     index::{Denied, Index, Target, Way},
-    limits::Client,
     outcome::Flag,
+    permit::Permit,
     route::{self, Route},
 };
-
-/// A connection's share of the limits, which its workload has as well. Dropping it gives the share
-/// back.
-#[derive(Debug)]
-pub struct Permit {
-    attached: Arc<Attached>,
-    direction: Direction,
-    /// The client that the connection also counts for.
-    client: Option<Client>,
-}
-
-impl Permit {
-    /// Acquires a permit for one connection of a workload; `None` if a limit is reached.
-    ///
-    /// An engine acquires it before it accepts a connection, because a connection that was accepted
-    /// cannot be put back.
-    pub fn acquire(attached: &Arc<Attached>, direction: Direction) -> Option<Self> {
-        if !attached.limits.acquire(&attached.holders, direction) {
-            attached.deferred.fetch_add(1, Ordering::Relaxed);
-            return None;
-        }
-        Some(Self {
-            attached: Arc::clone(attached),
-            direction,
-            client: None,
-        })
-    }
-
-    /// Counts an inbound connection for its client, too. Returns whether the client's share allows it.
-    fn admit(&mut self, index: &Index, client: SocketAddr) -> bool {
-        if self.direction == Direction::Outbound {
-            return true;
-        }
-        let client = index.client(client.ip());
-        let admitted = self.attached.limits.admit(&self.attached.holders, &client);
-        self.client = admitted.then_some(client);
-        admitted
-    }
-
-    /// The workload.
-    pub fn attached(&self) -> &Arc<Attached> {
-        &self.attached
-    }
-}
-
-impl Drop for Permit {
-    fn drop(&mut self) {
-        let holders = &self.attached.holders;
-        if let Some(client) = &self.client {
-            holders.forget(client);
-        }
-        self.attached.limits.release(holders, self.direction);
-    }
-}
 
 /// Why a connection is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -176,7 +122,7 @@ impl Session {
 
     /// The workload.
     pub fn attached(&self) -> &Arc<Attached> {
-        &self.permit.attached
+        self.permit.attached()
     }
 
     /// Out of the workload or into it.
@@ -229,7 +175,7 @@ impl Session {
         if !self.permit.admit(index, self.client) {
             return Err(Flag::ClientsShare.into());
         }
-        let (attached, direction) = (&self.permit.attached, self.direction);
+        let (attached, direction) = (self.permit.attached(), self.direction);
         match route::decide(index, attached, direction, self.client, self.destination) {
             Route::Straight => Ok(()),
             Route::Service(target) => {
@@ -290,7 +236,7 @@ impl Session {
             None => attempts.failed.is_empty().then_some(self.destination)?,
             Some(target) => loop {
                 let v4 = self.destination.is_ipv4();
-                let attached = &self.permit.attached;
+                let attached = self.permit.attached();
                 let client = attached.source(self.direction, self.client.ip());
                 let endpoint = target.choose(v4, client, &attempts.failed)?;
                 if !attached.is_own(endpoint) {
@@ -356,7 +302,7 @@ impl Session {
     }
 
     fn counters(&self, peer: Option<&Arc<Workload>>, flag: Flag) -> Arc<Counters> {
-        let (attached, target) = (&self.permit.attached, self.target.as_deref());
+        let (attached, target) = (self.permit.attached(), self.target.as_deref());
         let key = (self.direction, self.peer.is_some(), flag);
         attached.counters(key, target, peer)
     }
@@ -378,11 +324,11 @@ impl Drop for Session {
                 (endpoint, error)
             }
         };
-        let log = &self.permit.attached.log;
+        let log = &self.permit.attached().log;
         if log.is_on() {
             log.record(Record {
                 ended: SystemTime::now(),
-                workload: Arc::clone(&self.permit.attached.workload),
+                workload: Arc::clone(&self.permit.attached().workload),
                 direction: self.direction,
                 client: self.client,
                 destination: self.destination,
