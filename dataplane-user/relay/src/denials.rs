@@ -11,7 +11,7 @@ use std::{
 
 use model::{WorkloadName, authorization::Reason};
 
-/// How long a series stays after its last refusal.
+/// Time for which a series stays after its last refusal.
 const QUIET: Duration = Duration::from_mins(15);
 /// The minimum time between two searches for expired series. A full namespace has a refusal for the common series at each
 /// connection, and a search looks at all series.
@@ -84,7 +84,9 @@ impl Denials {
         };
         if self.add(denial, Instant::now()) {
             let text = if dry_run { "would be" } else { "is" };
-            tracing::info!("a connection to {workload} {text} {reason}; further ones are counted");
+            tracing::info!(
+                "a connection to {workload} {text} {reason}; dataplane_policy_denied_total counts further refusals"
+            );
         }
     }
 

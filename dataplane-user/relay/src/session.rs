@@ -1,5 +1,4 @@
-//! The session of a relayed connection: its connection to an endpoint, its counters and its
-//! line in the access log.
+//! The session of a relayed connection: its connection to an endpoint, its counters and its line in the access log.
 //!
 //! An engine acquires a [`Permit`], accepts a connection, and begins a [`Session`] for it. The engine reports events to
 //! the session. A dropped session accounts for itself: it updates the counters, leaves a record for the access log, and
@@ -25,7 +24,7 @@ use super::{
     route::{self, Route},
 };
 
-/// Why a connection is refused.
+/// The reason to refuse a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refusal {
     /// The flag to end the session with.
@@ -60,9 +59,9 @@ pub struct Session {
     counted: [u64; 2],
     accepted: Instant,
     flag: Flag,
-    /// The identity that the other side has proven: of an inbound connection the client, of an outbound one the endpoint.
+    /// The identity that the other side has proven: the client of an inbound connection, the endpoint of an outbound one.
     peer: Option<Box<Identity>>,
-    /// Why policies refuse it.
+    /// The reason if policies refuse or end the connection.
     denied: Option<Box<Denied>>,
     /// Last, because a workload whose permits are all back has counted everything.
     permit: Permit,
@@ -145,7 +144,8 @@ impl Session {
         self.peer = Some(Box::new(peer));
     }
 
-    /// How the chosen endpoint is reached, if there are tunnels: none without an identity, none to the workload itself.
+    /// Returns the way to the chosen endpoint, if the proxy has tunnels. A workload without an identity uses no tunnel, and no
+    /// workload uses one to itself.
     pub fn way(&self, index: &Index) -> Way {
         let (workload, ip) = (&self.attached().workload, self.endpoint.ip());
         let may_tunnel = !workload.account.is_empty() && !workload.addresses.contains(&ip);
@@ -162,7 +162,7 @@ impl Session {
     /// # Errors
     /// Why the connection is refused.
     pub fn route(&mut self, index: &Index) -> Result<(), Refusal> {
-        // Before the client's share, which is taken once.
+        // Before the client's share, which a session takes once.
         if let Err(denied) = self.authorize(index) {
             let is_unknown = denied.is_unread;
             self.denied = Some(Box::new(denied));
@@ -203,7 +203,7 @@ impl Session {
         }
     }
 
-    /// Returns why policies forbid an inbound connection that may have been accepted by other policies.
+    /// Returns the reason if policies forbid an inbound connection that former policies may have allowed.
     pub fn forbidden(&self, index: &Index) -> Option<Denied> {
         let is_inbound = self.direction == Direction::Inbound;
         let (attached, client) = (self.attached(), self.client);
@@ -219,7 +219,7 @@ impl Session {
             .flatten()
     }
 
-    /// Notes why policies end the connection, for the access log.
+    /// Notes the reason for which policies end the connection, for the access log.
     pub fn deny(&mut self, denied: Denied) {
         self.denied = Some(Box::new(denied));
     }

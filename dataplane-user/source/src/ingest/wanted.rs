@@ -18,17 +18,17 @@ pub struct WantedKinds {
     pub names: bool,
 }
 
-/// Whether Istio's policies are read.
+/// The purpose of reading Istio's policies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WantedPolicies {
-    /// They are not.
+    /// None: the policies are not read.
     #[default]
     None,
-    /// They are, to be enforced by the proxy, and to be named where it does not carry the connections. No view waits for
-    /// them: the view says that they are unread, and the proxy holds new connections.
+    /// The proxy enforces the policies, and the agent names them if the proxy does not carry the connections. No view waits
+    /// for the policies: until they are read, the view has this state, and the proxy holds new connections.
     Named,
-    /// They are, because the agent also refuses the connections that they limit where the proxy does not carry them. If they
-    /// cannot be read, it refuses all connections that they may limit.
+    /// As [`Self::Named`], and the agent refuses the connections that the policies limit and that the proxy does not carry. If
+    /// the policies cannot be read, the agent refuses all connections that they may limit.
     Refused,
 }
 
