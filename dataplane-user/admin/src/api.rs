@@ -180,7 +180,7 @@ impl MeshWorkload {
     }
 }
 
-/// Istio's policies of a captured workload: what `GET /policies` lists.
+/// Istio's policies of a captured workload, an item of `GET /policies`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkloadPolicies {
     /// Its namespace and name.
@@ -203,11 +203,11 @@ pub struct Policy {
     pub name: String,
     /// `ALLOW`, `DENY` or `CUSTOM`; of a PeerAuthentication `mTLS`.
     pub action: String,
-    /// Whether it is only tried.
+    /// Whether it is a dry run.
     pub dry_run: bool,
-    /// What it says, for people: each rule, or each mode.
+    /// Each rule, or each mode, as text.
     pub rules: Vec<String>,
-    /// What the agent cannot read, or does not evaluate.
+    /// The parts that the agent cannot read or does not evaluate.
     pub warnings: Vec<String>,
 }
 
@@ -438,12 +438,12 @@ pub struct DnsStatus {
     pub failed: u64,
 }
 
-/// The certificates of workloads: what `GET /certs` answers with.
+/// The certificates of workloads, the answer to `GET /certs`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Certificates {
-    /// Those of identities that a captured workload of the node has, sorted.
+    /// The certificates of the node's captured workloads, sorted by identity.
     pub certificates: Vec<identity::Listed>,
-    /// What is wrong with the files of roots and of revoked certificates.
+    /// The problems of the files of roots and of revoked certificates.
     pub problems: Vec<String>,
 }
 

@@ -4,7 +4,7 @@ use std::{fmt, sync::Arc};
 
 use super::api;
 
-/// Looks at the certificates of workloads.
+/// A view of the certificates of workloads.
 #[derive(Clone)]
 pub struct Certificates(Arc<identity::Store>);
 
@@ -15,12 +15,12 @@ impl fmt::Debug for Certificates {
 }
 
 impl Certificates {
-    /// Those of this store.
+    /// Returns a view of the certificates of this store.
     pub fn new(store: Arc<identity::Store>) -> Self {
         Self(store)
     }
 
-    /// Lists them.
+    /// Lists the certificates.
     pub fn list(&self) -> api::Certificates {
         api::Certificates {
             certificates: self.0.list(),

@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 use super::{api, state::State};
 
-/// The workload, and the connection to it, that a client asks for.
+/// The parameters of a request: a workload, and a connection to it.
 #[derive(Debug, Default, Deserialize)]
 pub struct Asked {
     workload: Option<String>,
@@ -38,16 +38,16 @@ impl Asked {
         match (self.from, self.port, peer) {
             (Some(from), Some(port), peer) => Ok(Some(Client { peer, from, port })),
             (None, None, None) => Ok(None),
-            _ => Err("from and port are wanted together\n".to_owned()),
+            _ => Err("from and port are required together, and peer only with both\n".to_owned()),
         }
     }
 }
 
 impl State {
-    /// For `GET /policies`.
+    /// Answers `GET /policies`.
     ///
     /// # Errors
-    /// If the connection that is asked about is not complete.
+    /// If the request has a part of a connection only, or an invalid identity, or no workload has the requested name.
     pub fn policies(&self, asked: &Asked) -> Result<api::Page<api::WorkloadPolicies>, String> {
         let client = asked.client()?;
         let snapshot = self.served().snapshot;
@@ -98,7 +98,7 @@ fn told(
     }
 }
 
-/// The address of a workload whose addresses are not known: no policy names it.
+/// Returns an address for a workload whose addresses are not known. No policy names it.
 fn unspecified(family: IpAddr) -> IpAddr {
     match family {
         IpAddr::V4(_) => IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED),
@@ -135,7 +135,7 @@ fn list(snapshot: &Snapshot, policies: &Policies) -> Vec<api::Policy> {
     custom.chain(authorizations).chain(plaintext).collect()
 }
 
-/// Returns what the agent cannot read in a policy, or does not evaluate.
+/// Returns the parts of a policy that the agent cannot read or does not evaluate.
 fn warnings(snapshot: &Snapshot, name: &PolicyName) -> Vec<String> {
     let name = name.to_string();
     let of_policy = |place: &str| {

@@ -18,7 +18,7 @@ use crate::proxy::duration;
 /// A certificate authority for workloads, for practice nodes, tests, and machines without a control plane.
 ///
 /// Its root is a directory with two files: `ca.crt`, which nodes may have, and `ca.key`, which signs for every workload of the
-/// trust domain: guard it as root's password. There is no revocation and no audit. In production, use cert-manager, SPIRE, Vault
+/// trust domain, so protect it like root's password. It has no revocation and no audit. In production, use cert-manager, SPIRE, Vault
 /// or Istio.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -50,7 +50,7 @@ enum CaCommand {
     },
     /// Write a new key and certificate of a service account: DIR/NAMESPACE/ACCOUNT/{tls.crt,tls.key,ca.crt}
     ///
-    /// Replaces the files if they exist. A running agent that reads the directory notices.
+    /// Replaces the files if they exist. A running agent that reads the directory notices the change.
     Issue {
         /// Namespace of the workload
         namespace: String,
@@ -62,7 +62,7 @@ enum CaCommand {
         /// Directory of the certificates
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
-        /// How long the certificate is valid, such as 90m, 24h or 720h. Nobody renews it but the next `issue`
+        /// How long the certificate is valid, such as 90m, 24h or 720h. Only the next `issue` renews it
         #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = duration)]
         lifetime: Duration,
     },

@@ -16,7 +16,7 @@ use terminal::{
 ///
 /// The agent keeps one key and one certificate for each service account that has a captured workload on the node. It renews
 /// the certificate at about half of its lifetime. A certificate with less than a third of its lifetime left should have been
-/// renewed: the line below it says why it was not. Keys are never shown.
+/// renewed: a line below the table has the reason. Keys are never shown.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -53,7 +53,7 @@ fn text(out: &mut dyn Write, found: &api::Certificates) -> io::Result<()> {
     if found.certificates.is_empty() {
         writeln!(
             out,
-            "no workload of this node is captured that has a service account"
+            "no captured workload of this node has a service account"
         )?;
     } else {
         let mut table = Table::new(&["IDENTITY", "SERIAL", "FROM", "TO", "STATE", "SOURCE"]);
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_missing_or_overdue_is_said_with_its_cause() {
+    fn missing_and_overdue_certificates_have_their_cause() {
         let of = |name: &str, serial: Option<&str>, overdue: bool| {
             serde_json::json!({
                 "identity": format!("spiffe://cluster.local/ns/shop/sa/{name}"),

@@ -14,10 +14,10 @@ use terminal::{
 /// Show Istio's policies of captured workloads, and how they decide about a connection.
 ///
 /// Lists the AuthorizationPolicies and PeerAuthentications that select each captured workload of this node, with their rules as
-/// the agent has read them, and what it cannot read or does not evaluate. With --from and --port, shows the decision about a
+/// the agent has read them, and the parts that it cannot read or does not evaluate. With --from and --port, shows the decision about a
 /// connection rule by rule, by the evaluator that the proxy uses. Sends nothing.
 ///
-/// The agent's proxy enforces the policies of workloads in the mode `proxy`. Of other workloads, nothing does.
+/// The agent's proxy enforces the policies of workloads in the mode `proxy`. Nothing enforces the policies of other workloads.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -17,21 +17,21 @@ use crate::{Roots, Verifier, peer::claimed, source::Issued, validity::Validity};
 /// The key's memory belongs to the crypto provider, which does not clear it. So the process must not dump core
 /// (`PR_SET_DUMPABLE`, `RLIMIT_CORE`).
 pub struct Credential {
-    /// Whose it is.
+    /// The identity.
     pub identity: Identity,
-    /// The certificate, and those between it and a root.
+    /// The certificate, then the intermediate certificates.
     pub chain: Vec<CertificateDer<'static>>,
     /// The key.
     pub key: Arc<dyn SigningKey>,
     /// The certificate's serial number, as hexadecimal digits.
     pub serial: Box<str>,
-    /// From when on the certificate is valid.
+    /// The start of the certificate's validity.
     pub not_before: SystemTime,
-    /// Until when the certificate is valid.
+    /// The end of the certificate's validity.
     pub not_after: SystemTime,
 }
 
-/// Without the key: a log must not have it.
+/// Omits the key, because a log must not have it.
 impl fmt::Debug for Credential {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Credential")
@@ -43,16 +43,16 @@ impl fmt::Debug for Credential {
 }
 
 impl Credential {
-    /// Whether it is valid at a time.
+    /// Returns whether the certificate is valid at a time.
     pub fn is_valid(&self, time: SystemTime) -> bool {
         (self.not_before..self.not_after).contains(&time)
     }
 
-    /// Verifies what a source issued: exactly one name, the identity's; the key is the certificate's; valid now; signed by one
-    /// of the roots that came with it.
+    /// Verifies a certificate from a source: it has exactly one URI, the identity's; its key is `issued.key`; it is valid now;
+    /// and one of `issued.roots` has signed its chain.
     ///
     /// # Errors
-    /// Says what is wrong, as a clause about the source.
+    /// If one of these conditions does not hold. The text is a clause about the source.
     pub(crate) fn verify(
         identity: &Identity,
         issued: Issued,
@@ -60,10 +60,10 @@ impl Credential {
         provider: &CryptoProvider,
     ) -> Result<Self, String> {
         let of_source = |error: &dyn fmt::Display| error.to_string().replacen("peer", "source", 1);
-        let leaf = issued.chain.first().ok_or("source gave no certificate")?;
+        let leaf = issued.chain.first().ok_or("source sent no certificate")?;
         let validity = Validity::of(leaf)?;
         let presented = EndEntityCert::try_from(leaf)
-            .map_err(|error| format!("source gave a certificate that cannot be read: {error}"))
+            .map_err(|error| format!("source sent a certificate that cannot be read: {error}"))
             .and_then(|leaf| claimed(&leaf).map_err(|error| of_source(&error)))?;
         if presented != *identity {
             return Err(format!("source presented {presented}, expected {identity}"));
@@ -83,7 +83,7 @@ impl Credential {
             .map_err(|error| format!("the key cannot be read: {error}"))?;
         CertifiedKey::new(issued.chain.clone(), key.clone())
             .keys_match()
-            .map_err(|_| "the key is not the certificate's")?;
+            .map_err(|_| "the key does not belong to the certificate")?;
         Ok(Self {
             identity: identity.clone(),
             chain: issued.chain,

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
+use model::Identity;
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer, DnType,
     ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams,
@@ -9,7 +10,7 @@ use rcgen::{
 };
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer};
 
-use crate::Roots;
+use crate::{PeerError, Roots, Verifier};
 
 /// The time of all tests: 2026-01-01.
 pub fn now() -> SystemTime {
@@ -17,6 +18,15 @@ pub fn now() -> SystemTime {
 }
 
 pub const HOUR: Duration = Duration::from_hours(1);
+
+/// Verifies the chain of a peer.
+pub fn verify_peer(
+    chain: &[CertificateDer<'_>],
+    time: SystemTime,
+    roots: &Roots,
+) -> Result<Identity, PeerError> {
+    Verifier::new(roots).unwrap().verify(chain, time)
+}
 
 /// An authority, valid from a day before now until a day after.
 pub struct Authority(pub CertifiedIssuer<'static, KeyPair>);
@@ -30,7 +40,7 @@ fn authority() -> CertificateParams {
     params
 }
 
-/// What to certify: by default a workload's certificate, an hour old and for two hours.
+/// The contents of a workload's certificate, by default an hour old and valid for two hours.
 pub struct Leaf {
     pub uris: Vec<String>,
     pub from: SystemTime,
@@ -104,12 +114,12 @@ impl Authority {
         params.signed_by(key, &self.0).unwrap().der().clone()
     }
 
-    /// A certificate with a key that nobody has.
+    /// A certificate with a new key, which is dropped.
     pub fn certify(&self, leaf: &Leaf) -> CertificateDer<'static> {
         self.sign(leaf, &KeyPair::generate().unwrap())
     }
 
-    /// A list, valid for half an hour, of what is revoked.
+    /// A list of revoked certificates, valid for half an hour.
     pub fn revoke(&self, serials: &[u64]) -> CertificateRevocationListDer<'static> {
         let revoked = |serial: &u64| RevokedCertParams {
             serial_number: SerialNumber::from(*serial),

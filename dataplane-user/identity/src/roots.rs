@@ -1,4 +1,4 @@
-//! What peers are verified against.
+//! Roots and revocations against which peers are verified.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -7,8 +7,8 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer};
 /// Roots by trust domain, and the certificates that were revoked.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Roots {
-    /// The certificates that may sign identities of a trust domain. A trust domain that is not here is not trusted.
+    /// The certificates that may sign identities of a trust domain. A trust domain without an entry is not trusted.
     pub by_domain: BTreeMap<Arc<str>, Vec<CertificateDer<'static>>>,
-    /// Lists of revoked certificates, of any of these authorities.
+    /// Lists of revoked certificates of these authorities.
     pub revoked: Vec<CertificateRevocationListDer<'static>>,
 }

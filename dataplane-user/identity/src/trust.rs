@@ -1,4 +1,4 @@
-//! Roots and lists of revoked certificates that an operator gives in files.
+//! Roots and lists of revoked certificates in files of an operator.
 
 use std::{
     collections::BTreeMap,
@@ -18,21 +18,24 @@ use crate::{
 /// Files of roots and of revoked certificates.
 #[derive(Clone, Debug, Default)]
 pub struct TrustFiles {
-    /// PEM files of roots, by trust domain. They replace the roots that the source gives for that trust domain.
+    /// PEM files of roots, by trust domain. They replace the roots from the source of that trust domain.
     pub roots: BTreeMap<Arc<str>, Vec<PathBuf>>,
     /// PEM files of lists of revoked certificates (`X509 CRL`).
     pub revoked: Vec<PathBuf>,
 }
 
-/// What the files say.
+/// The contents of the files.
 pub(crate) struct Trust {
     pub roots: Roots,
-    /// When the next issue of a list is due, with the list's file.
+    /// The times at which newer lists are due, with the files of the lists.
     pub next_updates: Vec<(PathBuf, SystemTime)>,
 }
 
 impl TrustFiles {
-    /// Reads all files. What cannot be read is an error, and not empty.
+    /// Reads all files.
+    ///
+    /// # Errors
+    /// If a file cannot be read or has no certificate or list.
     pub(crate) fn read(&self) -> Result<Trust, String> {
         let check = |path: &Path, of_file: &Roots| match Verifier::new(of_file) {
             Ok(_) => Ok(()),
@@ -70,7 +73,7 @@ impl TrustFiles {
         })
     }
 
-    /// The directories of the files.
+    /// Returns the directories of the files.
     pub(crate) fn directories(&self) -> impl Iterator<Item = &Path> {
         let files = self.roots.values().flatten().chain(&self.revoked);
         files.filter_map(|path| path.parent())

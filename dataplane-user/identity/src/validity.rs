@@ -1,4 +1,4 @@
-//! What a certificate says of itself, besides its names.
+//! Validity and serial number of certificates.
 
 use std::{
     fmt::Write as _,
@@ -34,13 +34,13 @@ impl Validity {
         })
     }
 
-    /// Whether the certificate is valid at a time.
+    /// Returns whether the certificate is valid at a time.
     pub(crate) fn includes(&self, time: SystemTime) -> bool {
         (self.not_before..self.not_after).contains(&time)
     }
 }
 
-/// A time of X.509. What is before 1970 is 1970.
+/// Converts a time of X.509. A time before 1970 becomes 1970.
 pub(crate) fn at(time: ASN1Time) -> SystemTime {
     let seconds = u64::try_from(time.timestamp()).unwrap_or(0);
     UNIX_EPOCH + Duration::from_secs(seconds)

@@ -12,22 +12,22 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// Time that a writer gets to write the other files of a set.
+/// Delay after a notification, in which the writer can write the other files of a set.
 const QUIET: Duration = Duration::from_millis(50);
-/// Interval of looking without a notification: notifications can get lost, or be impossible.
+/// Interval between reads without a notification, because notifications can get lost.
 const POLL: Duration = Duration::from_secs(10);
-/// The same if the kernel gives no notifications.
+/// Interval between reads if the kernel sends no notifications.
 const POLL_ALONE: Duration = Duration::from_secs(1);
 
-/// A task that counts the times at which files may have changed. The readers compare what they read.
+/// A task that counts the times that files may have changed. The readers compare the contents.
 pub struct Watching {
     count: watch::Receiver<u64>,
     task: JoinHandle<()>,
 }
 
 impl Watching {
-    /// Watches directories, all that is below a directory if the mode says so. They need not exist yet. What changes after this
-    /// function has returned is noticed.
+    /// Watches directories, and with the recursive mode all directories below. They need not exist yet. Each change after the
+    /// return of this function is noticed.
     pub fn new(directories: Vec<(PathBuf, RecursiveMode)>) -> Self {
         let (sender, count) = watch::channel(0);
         let changed = Arc::new(Notify::new());
@@ -40,7 +40,7 @@ impl Watching {
         Self { count, task }
     }
 
-    /// The count, which is notified.
+    /// Returns the count. The receiver is notified of each change.
     pub fn count(&self) -> watch::Receiver<u64> {
         self.count.clone()
     }
@@ -67,7 +67,8 @@ impl Watcher {
             if timeout(poll, changed.notified()).await.is_ok() {
                 sleep(QUIET).await;
             }
-            // Before the readers look, and each time: a directory may be new, or another one of the same name.
+            // Before the readers read, and each time, because a directory may be new, or may have replaced a directory with the
+            // same name.
             self.watch();
             count.send_modify(|count| *count += 1);
         }
@@ -78,7 +79,7 @@ impl Watcher {
             return;
         };
         for (directory, mode) in &self.directories {
-            // Fails if it does not exist yet.
+            // Fails if the directory does not exist yet.
             _ = notifier.watch(directory, *mode);
         }
     }
@@ -86,7 +87,7 @@ impl Watcher {
 
 fn notifier(changed: Arc<Notify>) -> Option<RecommendedWatcher> {
     notify::recommended_watcher(move |event: notify::Result<Event>| {
-        // An error, such as an overflow of the queue, is a reason to look, too.
+        // After an error, such as an overflow of the queue, files may have changed, too.
         if event.is_ok_and(|event| is_read(event.kind)) {
             return;
         }
@@ -94,14 +95,14 @@ fn notifier(changed: Arc<Notify>) -> Option<RecommendedWatcher> {
     })
     .inspect_err(|error| {
         tracing::warn!(
-            "no notifications of changed certificates ({error}): looking every {POLL_ALONE:?} instead; \
+            "the kernel sends no notifications of changed certificates: {error}; the agent reads them every {POLL_ALONE:?} instead; \
              fs.inotify.max_user_instances may be too low"
         );
     })
     .ok()
 }
 
-/// Whether the event is somebody's reading, such as our own.
+/// Returns whether a file was only read, as the agent does itself.
 fn is_read(kind: EventKind) -> bool {
     matches!(kind, EventKind::Access(access) if access != AccessKind::Close(AccessMode::Write))
 }

@@ -1,8 +1,8 @@
-//! The identity of a workload: a SPIFFE ID in the form that Istio gives it.
+//! The identity of a workload: a SPIFFE ID in Istio's form.
 
 use std::{fmt, str::FromStr, sync::Arc};
 
-/// `spiffe://TRUSTDOMAIN/ns/NAMESPACE/sa/ACCOUNT`: what the certificate of a workload says.
+/// The identity of a workload, which its certificate proves: `spiffe://TRUSTDOMAIN/ns/NAMESPACE/sa/ACCOUNT`.
 ///
 /// Parts have no `/`, no white space and no control characters, and are not empty.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -12,13 +12,13 @@ pub struct Identity {
     account: Arc<str>,
 }
 
-/// The text is no identity.
+/// An error because a text is not an identity.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no identity: expected spiffe://TRUSTDOMAIN/ns/NAMESPACE/sa/ACCOUNT")]
+#[error("{0:?} is not an identity; expected spiffe://TRUSTDOMAIN/ns/NAMESPACE/sa/ACCOUNT")]
 pub struct NoIdentity(String);
 
 impl Identity {
-    /// The identity of a service account.
+    /// Returns the identity of a service account.
     ///
     /// # Errors
     /// If a part is empty, or has a character that an identity cannot have.
@@ -38,17 +38,17 @@ impl Identity {
         })
     }
 
-    /// Whose certificate authority may sign it.
+    /// Returns the trust domain. The trust domain's authorities may sign the identity.
     pub fn trust_domain(&self) -> &str {
         &self.trust_domain
     }
 
-    /// The namespace of the workload.
+    /// Returns the namespace of the workload.
     pub fn namespace(&self) -> &str {
         &self.namespace
     }
 
-    /// The service account of the workload.
+    /// Returns the service account of the workload.
     pub fn account(&self) -> &str {
         &self.account
     }

@@ -43,7 +43,7 @@ pub struct Workload {
     pub node: Arc<str>,
     /// The network whose addresses it has (label `topology.istio.io/network`); empty: the cluster's own.
     pub network: Arc<str>,
-    /// The service account whose identity it has; empty: it has no identity.
+    /// The service account whose identity the workload has. Empty: the workload has no identity.
     pub account: Arc<str>,
     /// Whether it accepts HBONE connections.
     pub speaks_hbone: bool,
@@ -84,7 +84,7 @@ impl Workload {
         }
     }
 
-    /// The identity that it has in a trust domain; `None` if it has no service account.
+    /// Returns the workload's identity in a trust domain. `None`: it has no service account.
     pub fn identity(&self, trust_domain: &str) -> Option<Identity> {
         Identity::new(trust_domain, self.name.namespace(), &self.account).ok()
     }

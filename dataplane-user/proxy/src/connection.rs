@@ -175,8 +175,8 @@ impl Connection {
         }
     }
 
-    /// Takes it apart for another engine. The first `count` bytes of the shared buffer, or those that it holds, were read from
-    /// the client.
+    /// Takes the connection apart for another engine. The client has sent the first `count` bytes of the shared buffer, or the
+    /// bytes that the connection holds.
     pub fn hand_over(mut self, buffers: &mut Buffers, count: usize) -> Handed {
         let mut first = self.up.held_bytes().to_vec();
         first.extend_from_slice(&buffers.shared()[..count]);

@@ -1,4 +1,4 @@
-//! Both engines: the workers, and the engine of tunnels if there is one.
+//! The engines of the proxy: the workers, and the engine of tunnels if the proxy has one.
 
 use std::{sync::Arc, time::Instant};
 
@@ -37,7 +37,7 @@ impl Engine for Engines {
     }
 
     fn drain(&mut self, deadline: Instant) {
-        // Both have the same time. The workers hand over the connections that they accept last.
+        // Both engines have the same deadline. The workers hand over the connections that they accept last.
         let tunnels = self.tunnels().cloned();
         if let Some(tunnels) = &tunnels {
             tunnels.begin_drain();

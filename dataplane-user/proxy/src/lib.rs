@@ -185,14 +185,14 @@ impl Proxy {
         })
     }
 
-    /// Hands connections over to an engine of tunnels if their endpoints are reached through tunnels. Has an effect once,
-    /// before the first workload.
+    /// Hands connections over to an engine of tunnels if their endpoints are reached through tunnels. Only the first
+    /// call has an effect, and only before the first workload.
     pub fn tunnel_by(&self, tunnels: Arc<dyn Tunnelling>) {
-        // Fails if there is one already.
+        // Fails if the proxy has such an engine.
         let _ = self.engines.shared().tunnels.set(tunnels);
     }
 
-    /// The relay, which an engine of tunnels shares with the proxy.
+    /// Returns the relay, which an engine of tunnels shares with the proxy.
     pub fn relay(&self) -> &Arc<Relay> {
         &self.relay
     }
@@ -319,7 +319,7 @@ impl Observer {
         self.0.relay.stalled()
     }
 
-    /// Whether the proxy accepts inbound connections of a workload, and so judges them by its policies.
+    /// Returns whether the proxy accepts inbound connections of a workload, and so enforces its policies.
     pub fn takes_inbound(&self, workload: &WorkloadName) -> bool {
         self.0.relay.takes_inbound(workload)
     }

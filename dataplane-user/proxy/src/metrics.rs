@@ -107,7 +107,7 @@ pub(super) fn encode_proxy(shared: &Shared, encoder: &mut DescriptorEncoder<'_>)
 fn encode_denials(denials: &Denials, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let mut family = encoder.encode_descriptor(
         "dataplane_policy_denied",
-        "Connections that a policy of Istio's refused or ended; with dry_run=true: would have refused",
+        "Connections that a policy of Istio's refused or ended, or with dry_run=true would have refused",
         None,
         MetricType::Counter,
     )?;

@@ -27,7 +27,7 @@ pub struct Shared {
     pub relay: Arc<Relay>,
     /// The proxy's settings.
     pub settings: Settings,
-    /// The engine of tunnels; none: all connections are relayed in plaintext.
+    /// The engine of tunnels. Without it, all connections are relayed in plaintext.
     pub tunnels: OnceLock<Arc<dyn Tunnelling>>,
     /// Each worker's load.
     pub loads: Box<[Load]>,
@@ -168,8 +168,8 @@ impl Shared {
         &self.mailboxes[number].wake
     }
 
-    /// Routes new connections by this snapshot, and wakes the workers with connections that wait for one. If policies have
-    /// changed, wakes all, since connections may have to end.
+    /// Routes new connections by this snapshot, and wakes the workers whose connections wait for a snapshot. If policies have
+    /// changed, wakes all workers, because connections may have to end.
     pub fn set_snapshot(&self, snapshot: Snapshot) {
         let judged_anew = self.relay.set_snapshot(snapshot);
         // With the fence in `wake_if_newer`: this thread sees the connection, or the worker sees the snapshot.

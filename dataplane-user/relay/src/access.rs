@@ -71,7 +71,7 @@ pub struct Record {
     pub error: Option<io::Error>,
     /// The identity that the other side has proven: the client or the endpoint.
     pub peer: Option<Box<Identity>>,
-    /// Why policies refused or ended the connection.
+    /// The reason if policies refused or ended the connection.
     pub denied: Option<Box<Denied>>,
 }
 
@@ -93,7 +93,7 @@ struct Line {
     bytes_sent: u64,
     duration_ms: f64,
     response_flags: &'static str,
-    /// The policy that refused the connection.
+    /// The policy that refused or ended the connection.
     #[serde(skip_serializing_if = "Option::is_none")]
     policy: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -60,7 +60,7 @@ pub struct Attachment {
     pub outbound: Vec<TcpListener>,
     /// Bound sockets at which connections arrive that are made to the workload.
     pub inbound: Vec<TcpListener>,
-    /// Bound sockets at which tunnels arrive that are made to the workload.
+    /// Bound sockets at which tunnels to the workload arrive.
     pub tunnels: Vec<TcpListener>,
     /// Whether the workload may connect to destinations that are not in the snapshot.
     pub egress: Egress,
@@ -203,7 +203,7 @@ impl Attached {
         })
     }
 
-    /// The workload, as an index judges it.
+    /// Returns the number of the attachment and its workload, by which an index finds the workload's policies.
     pub fn own(&self) -> (u64, &Arc<Workload>) {
         (self.id, &self.workload)
     }
@@ -225,7 +225,7 @@ impl Attached {
         }
     }
 
-    /// The counters of a kind of connection: its direction, whether it goes through a tunnel, and its outcome.
+    /// Returns the counters of a kind of connection: its direction, whether it goes through a tunnel, and its outcome.
     pub fn counters(
         &self,
         (direction, is_tunnelled, flag): (Direction, bool, Flag),

@@ -1,40 +1,73 @@
 //! The connections that Istio's policies refused, counted by policy.
 //!
-//! A series expires some time after its last refusal. If there are very many series, a policy that would need a new series
-//! is counted in a common series, so that its namespace leaves room for the series of others.
+//! A series expires some time after its last refusal. If a namespace has very many series, refusals by its further policies
+//! are counted in a common series, so that other namespaces keep room for their series.
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
 use model::{WorkloadName, authorization::Reason};
 
-/// How long a series stays after its last refusal.
+/// Time for which a series stays after its last refusal.
 const QUIET: Duration = Duration::from_mins(15);
+/// The minimum time between two searches for expired series. A full namespace has a refusal for the common series at each
+/// connection, and a search looks at all series.
+const SWEEP: Duration = Duration::from_secs(1);
 /// The maximum number of series, besides the common ones.
 const ROOM: usize = 1000;
-/// The policies of a namespace have at most this many times as many series as are free.
+/// The maximum number of a namespace's series, in multiples of the number of free series.
 const SHARE: usize = 4;
 
-/// What a refusal is counted by.
+/// The labels by which a refusal is counted.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Denial {
-    /// The namespace of the policy. If no single policy decides, that of the workload; empty in the common series.
+    /// The namespace of the policy, or of the workload if no single policy decides. Empty in the common series.
     pub namespace: Arc<str>,
     /// The policy's kind and name, such as `AuthorizationPolicy web`; `no ALLOW matches`; or `others`.
     pub policy: Arc<str>,
-    /// Whether the policy is only tried, so that the connection was not refused because of it.
+    /// Whether the policy is a dry run, which does not refuse the connection.
     pub dry_run: bool,
 }
 
 /// The refusals by policy.
 #[derive(Debug, Default)]
-pub struct Denials(Mutex<BTreeMap<Denial, (u64, Instant)>>);
+pub struct Denials(Mutex<Series>);
+
+#[derive(Debug, Default)]
+struct Series {
+    /// The number of refusals of each series, and the time of the last one.
+    refusals: BTreeMap<Denial, (u64, Instant)>,
+    /// The number of series of each namespace.
+    in_namespace: BTreeMap<Arc<str>, usize>,
+    /// The time at which expired series were last removed.
+    swept: Option<Instant>,
+}
+
+impl Series {
+    /// Removes expired series.
+    fn sweep(&mut self, now: Instant) {
+        self.refusals.retain(|_, (_, last)| now - *last < QUIET);
+        self.in_namespace.clear();
+        for denial in self.refusals.keys() {
+            let namespace = Arc::clone(&denial.namespace);
+            *self.in_namespace.entry(namespace).or_default() += 1;
+        }
+        self.swept = Some(now);
+    }
+
+    fn has_room(&self, namespace: &str) -> bool {
+        let of_namespace = self.in_namespace.get(namespace).copied().unwrap_or(0);
+        let free = ROOM.saturating_sub(self.refusals.len());
+        of_namespace < free.saturating_mul(SHARE)
+    }
+}
 
 impl Denials {
-    /// Counts a refusal, and logs the first one of each policy. Policies that are not read are no policy's refusal.
+    /// Counts a refusal, and logs the first refusal of each policy. A refusal because policies have not been read is not
+    /// counted.
     pub(crate) fn count(&self, workload: &WorkloadName, reason: Reason<'_>, dry_run: bool) {
         let denial = match (reason.by().0, reason) {
             (Some(name), _) => Denial {
@@ -51,23 +84,25 @@ impl Denials {
         };
         if self.add(denial, Instant::now()) {
             let text = if dry_run { "would be" } else { "is" };
-            tracing::info!("a connection to {workload} {text} {reason}; further ones are counted");
+            tracing::info!(
+                "a connection to {workload} {text} {reason}; dataplane_policy_denied_total counts further refusals"
+            );
         }
     }
 
     /// Adds a refusal. Returns whether it is the first one of its series.
     fn add(&self, denial: Denial, now: Instant) -> bool {
-        let mut series = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((count, last)) = series.get_mut(&denial)
-            && now - *last < QUIET
-        {
-            (*count, *last) = (*count + 1, now);
-            return false;
+        let series = &mut *self.lock();
+        match series.refusals.get_mut(&denial) {
+            Some((count, last)) if now - *last < QUIET => {
+                (*count, *last) = (*count + 1, now);
+                return false;
+            }
+            Some(_) => series.sweep(now),
+            None if series.swept.is_none_or(|at| now - at >= SWEEP) => series.sweep(now),
+            None => {}
         }
-        series.retain(|_, (_, last)| now - *last < QUIET);
-        let of_namespace = series.keys().filter(|of| of.namespace == denial.namespace);
-        let free = ROOM.saturating_sub(series.len());
-        let has_room = of_namespace.count() < free.saturating_mul(SHARE);
+        let has_room = series.has_room(&denial.namespace);
         let denial = if has_room {
             denial
         } else {
@@ -77,19 +112,28 @@ impl Denials {
                 ..denial
             }
         };
-        let (count, last) = series.entry(denial).or_insert((0, now));
+        let in_namespace = &mut series.in_namespace;
+        let (count, last) = series.refusals.entry(denial).or_insert_with_key(|denial| {
+            *in_namespace
+                .entry(Arc::clone(&denial.namespace))
+                .or_default() += 1;
+            (0, now)
+        });
         (*count, *last) = (*count + 1, now);
         has_room
     }
 
     /// Returns the refusals of each series.
     pub fn totals(&self) -> Vec<(Denial, u64)> {
-        let mut series = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = Instant::now();
-        series.retain(|_, (_, last)| now - *last < QUIET);
-        let all = series.iter();
+        let mut series = self.lock();
+        series.sweep(Instant::now());
+        let all = series.refusals.iter();
         all.map(|(denial, (count, _))| (denial.clone(), *count))
             .collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Series> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -12,8 +12,8 @@ use super::{
 ///
 /// An engine chooses its threads and how they wait for sockets. The proxy's epoll workers are an engine.
 pub trait Engine {
-    /// Accepts connections at these sockets from now on: at those that it can serve, because tunnels
-    /// ([`Listener::is_tunnel`]) need another engine than plain connections.
+    /// Accepts connections at the sockets that the engine can serve, from now on. Tunnels ([`Listener::is_tunnel`]) need
+    /// another engine than plain connections.
     fn take(&self, attached: &Arc<Attached>, listeners: &Arc<[Listener]>);
 
     /// Stops accepting connections of an attachment, and resets its remaining connections at the deadline. Returns at
@@ -32,26 +32,26 @@ pub struct Handed {
     pub session: Session,
     /// The client's socket, which does not block.
     pub client: OwnedFd,
-    /// What was read from the client already.
+    /// The bytes that were already read from the client.
     pub first: Vec<u8>,
 }
 
 /// The engine of tunnels, beside the engine that accepts plain connections.
 ///
-/// Its part of an [`Engine`], with all calls from any thread.
+/// It is a part of an [`Engine`]. All threads may call it.
 pub trait Tunnelling: fmt::Debug + Send + Sync {
-    /// Carries a connection through a tunnel to its endpoint, from now on to its end.
+    /// Carries a connection through a tunnel to its endpoint, until the connection ends.
     fn carry(&self, handed: Handed);
 
-    /// As [`Engine::take`].
+    /// See [`Engine::take`].
     fn take(&self, attached: &Arc<Attached>, listeners: &Arc<[Listener]>);
 
-    /// As [`Engine::shut`].
+    /// See [`Engine::shut`].
     fn shut(&self, attached: &Attached, deadline: Instant);
 
-    /// Stops accepting tunnels, and tells peers so. Connections that are handed over are still carried.
+    /// Stops accepting tunnels, and tells peers to begin no more streams. Still carries connections that are handed over.
     fn begin_drain(&self);
 
-    /// As [`Engine::drain`].
+    /// See [`Engine::drain`].
     fn drain(&self, deadline: Instant);
 }

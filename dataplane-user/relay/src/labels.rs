@@ -17,7 +17,7 @@ use super::{direction::Direction, outcome::Flag};
 pub struct CountersKey {
     /// Out of the workload or into it.
     pub direction: Direction,
-    /// Whether they go through tunnels: both sides have proven their identities.
+    /// Whether the connections go through tunnels, in which both sides have proven their identities.
     pub is_tunnelled: bool,
     /// The service that the client named by its address.
     pub service: Option<ServiceName>,

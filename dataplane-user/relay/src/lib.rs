@@ -21,6 +21,7 @@ mod limits;
 mod metrics;
 mod namespace;
 mod outcome;
+mod permit;
 mod route;
 mod session;
 pub mod socket;
@@ -49,7 +50,8 @@ pub use metrics::{Connections, encode_connections};
 use model::{Snapshot, WorkloadName};
 pub use namespace::{Stock, local_addresses};
 pub use outcome::Flag;
-pub use session::{Permit, Refusal, Session};
+pub use permit::Permit;
+pub use session::{Refusal, Session};
 
 /// The state that relayed connections share: the snapshot that routes them, the attached workloads,
 /// limits, counters and the access log.
@@ -62,7 +64,7 @@ pub struct Relay {
     index: Mutex<Arc<Index>>,
     /// Counts the snapshots, so that an engine sees without a lock that there is no new one.
     version: AtomicU64,
-    /// Counts the changes of attached workloads' policies.
+    /// The number of changes of attached workloads' policies.
     policies: AtomicU64,
     attachments: Mutex<Vec<Entry>>,
     next_id: AtomicU64,
@@ -105,7 +107,7 @@ impl Relay {
         }
     }
 
-    /// Routes new connections by this snapshot. Existing connections stay with their endpoints; engines end those that
+    /// Routes new connections by this snapshot. Existing connections stay with their endpoints. Engines end connections that
     /// policies forbid. Returns whether the policies of an attached workload have changed.
     pub fn set_snapshot(&self, snapshot: Snapshot) -> bool {
         self.prune(&snapshot);
@@ -125,7 +127,7 @@ impl Relay {
         has_changed
     }
 
-    /// Counts the changes of attached workloads' policies. When an engine sees another number, it ends the connections
+    /// Returns the number of changes of attached workloads' policies. When an engine sees a new number, it ends the connections
     /// that [`Index::forbids`] by an index that it gets afterwards.
     pub fn policies_version(&self) -> u64 {
         self.policies.load(Ordering::Acquire)
@@ -249,7 +251,7 @@ impl Relay {
         stalled.collect()
     }
 
-    /// Whether inbound connections of a workload are accepted here, and so judged by its policies.
+    /// Returns whether the relay accepts inbound connections of a workload, and so enforces its policies.
     pub fn takes_inbound(&self, workload: &WorkloadName) -> bool {
         let attachments = self.lock_attachments();
         let mut served = attachments.iter().filter(|entry| entry.is_served(workload));

@@ -1,5 +1,4 @@
-//! The session of a relayed connection: its share of the limits, its connection to an endpoint, its counters and its
-//! line in the access log.
+//! The session of a relayed connection: its connection to an endpoint, its counters and its line in the access log.
 //!
 //! An engine acquires a [`Permit`], accepts a connection, and begins a [`Session`] for it. The engine reports events to
 //! the session. A dropped session accounts for itself: it updates the counters, leaves a record for the access log, and
@@ -20,66 +19,12 @@ use super::{
     counters::Counters,
     direction::Direction,
     index::{Denied, Index, Target, Way},
-    limits::Client,
     outcome::Flag,
+    permit::Permit,
     route::{self, Route},
 };
 
-/// A connection's share of the limits, which its workload has as well. Dropping it gives the share
-/// back.
-#[derive(Debug)]
-pub struct Permit {
-    attached: Arc<Attached>,
-    direction: Direction,
-    /// The client that the connection also counts for.
-    client: Option<Client>,
-}
-
-impl Permit {
-    /// Acquires a permit for one connection of a workload; `None` if a limit is reached.
-    ///
-    /// An engine acquires it before it accepts a connection, because a connection that was accepted
-    /// cannot be put back.
-    pub fn acquire(attached: &Arc<Attached>, direction: Direction) -> Option<Self> {
-        if !attached.limits.acquire(&attached.holders, direction) {
-            attached.deferred.fetch_add(1, Ordering::Relaxed);
-            return None;
-        }
-        Some(Self {
-            attached: Arc::clone(attached),
-            direction,
-            client: None,
-        })
-    }
-
-    /// Counts an inbound connection for its client, too. Returns whether the client's share allows it.
-    fn admit(&mut self, index: &Index, client: SocketAddr) -> bool {
-        if self.direction == Direction::Outbound {
-            return true;
-        }
-        let client = index.client(client.ip());
-        let admitted = self.attached.limits.admit(&self.attached.holders, &client);
-        self.client = admitted.then_some(client);
-        admitted
-    }
-
-    /// The workload.
-    pub fn attached(&self) -> &Arc<Attached> {
-        &self.attached
-    }
-}
-
-impl Drop for Permit {
-    fn drop(&mut self) {
-        let holders = &self.attached.holders;
-        if let Some(client) = &self.client {
-            holders.forget(client);
-        }
-        self.attached.limits.release(holders, self.direction);
-    }
-}
-
-/// Why a connection is refused.
+/// The reason to refuse a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refusal {
     /// The flag to end the session with.
@@ -114,9 +59,9 @@ pub struct Session {
     counted: [u64; 2],
     accepted: Instant,
     flag: Flag,
-    /// The identity that the other side has proven: of an inbound connection the client, of an outbound one the endpoint.
+    /// The identity that the other side has proven: the client of an inbound connection, the endpoint of an outbound one.
     peer: Option<Box<Identity>>,
-    /// Why policies refuse it.
+    /// The reason if policies refuse or end the connection.
     denied: Option<Box<Denied>>,
     /// Last, because a workload whose permits are all back has counted everything.
     permit: Permit,
@@ -176,7 +121,7 @@ impl Session {
 
     /// The workload.
     pub fn attached(&self) -> &Arc<Attached> {
-        &self.permit.attached
+        self.permit.attached()
     }
 
     /// Out of the workload or into it.
@@ -199,7 +144,8 @@ impl Session {
         self.peer = Some(Box::new(peer));
     }
 
-    /// How the chosen endpoint is reached, if there are tunnels: none without an identity, none to the workload itself.
+    /// Returns the way to the chosen endpoint, if the proxy has tunnels. A workload without an identity uses no tunnel, and no
+    /// workload uses one to itself.
     pub fn way(&self, index: &Index) -> Way {
         let (workload, ip) = (&self.attached().workload, self.endpoint.ip());
         let may_tunnel = !workload.account.is_empty() && !workload.addresses.contains(&ip);
@@ -216,7 +162,7 @@ impl Session {
     /// # Errors
     /// Why the connection is refused.
     pub fn route(&mut self, index: &Index) -> Result<(), Refusal> {
-        // Before the client's share, which is taken once.
+        // Before the client's share, which a session takes once.
         if let Err(denied) = self.authorize(index) {
             let is_unknown = denied.is_unread;
             self.denied = Some(Box::new(denied));
@@ -229,7 +175,7 @@ impl Session {
         if !self.permit.admit(index, self.client) {
             return Err(Flag::ClientsShare.into());
         }
-        let (attached, direction) = (&self.permit.attached, self.direction);
+        let (attached, direction) = (self.permit.attached(), self.direction);
         match route::decide(index, attached, direction, self.client, self.destination) {
             Route::Straight => Ok(()),
             Route::Service(target) => {
@@ -257,7 +203,7 @@ impl Session {
         }
     }
 
-    /// Returns why policies forbid an inbound connection that may have been accepted by other policies.
+    /// Returns the reason if policies forbid an inbound connection that former policies may have allowed.
     pub fn forbidden(&self, index: &Index) -> Option<Denied> {
         let is_inbound = self.direction == Direction::Inbound;
         let (attached, client) = (self.attached(), self.client);
@@ -273,7 +219,7 @@ impl Session {
             .flatten()
     }
 
-    /// Notes why policies end the connection, for the access log.
+    /// Notes the reason for which policies end the connection, for the access log.
     pub fn deny(&mut self, denied: Denied) {
         self.denied = Some(Box::new(denied));
     }
@@ -290,7 +236,7 @@ impl Session {
             None => attempts.failed.is_empty().then_some(self.destination)?,
             Some(target) => loop {
                 let v4 = self.destination.is_ipv4();
-                let attached = &self.permit.attached;
+                let attached = self.permit.attached();
                 let client = attached.source(self.direction, self.client.ip());
                 let endpoint = target.choose(v4, client, &attempts.failed)?;
                 if !attached.is_own(endpoint) {
@@ -356,7 +302,7 @@ impl Session {
     }
 
     fn counters(&self, peer: Option<&Arc<Workload>>, flag: Flag) -> Arc<Counters> {
-        let (attached, target) = (&self.permit.attached, self.target.as_deref());
+        let (attached, target) = (self.permit.attached(), self.target.as_deref());
         let key = (self.direction, self.peer.is_some(), flag);
         attached.counters(key, target, peer)
     }
@@ -378,11 +324,11 @@ impl Drop for Session {
                 (endpoint, error)
             }
         };
-        let log = &self.permit.attached.log;
+        let log = &self.permit.attached().log;
         if log.is_on() {
             log.record(Record {
                 ended: SystemTime::now(),
-                workload: Arc::clone(&self.permit.attached.workload),
+                workload: Arc::clone(&self.permit.attached().workload),
                 direction: self.direction,
                 client: self.client,
                 destination: self.destination,

@@ -11,10 +11,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{Timeout, is_default};
 
-/// A day.
+/// Default lifetime of certificates: a day.
 const LIFETIME: Duration = Duration::from_hours(24);
 
-/// Where the certificates of captured workloads come from. Connections between workloads that have certificates and speak
+/// The certificates of captured workloads: their source, and the roots of peers. Connections between workloads that have certificates and speak
 /// HBONE are encrypted.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
@@ -22,10 +22,10 @@ pub struct MeshIdentity {
     /// The trust domain of the workloads' identities. Default: cluster.local.
     #[serde(skip_serializing_if = "is_default")]
     pub trust_domain: Option<String>,
-    /// Who makes the certificates: exactly one of `directory`, `istio`, `spire` and `ca`.
+    /// The source of the certificates: exactly one of `directory`, `istio`, `spire` and `ca`.
     #[serde(skip_serializing_if = "is_default")]
     pub source: IdentitySource,
-    /// Files of roots, by trust domain. They replace the roots that the source gives for the trust domain.
+    /// Files of roots, by trust domain. They replace the roots from the source of the trust domain.
     #[serde(skip_serializing_if = "is_default")]
     pub roots: Vec<TrustedRoots>,
     /// PEM files of lists of revoked certificates (X509 CRL).
@@ -33,7 +33,7 @@ pub struct MeshIdentity {
     pub revoked: Vec<PathBuf>,
 }
 
-/// Who makes the certificates of workloads.
+/// The source of the certificates of workloads.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct IdentitySource {
@@ -70,7 +70,7 @@ pub struct IstioCa {
     /// The cluster's name in the mesh. Default: Kubernetes.
     #[serde(skip_serializing_if = "is_default")]
     pub cluster: Option<String>,
-    /// How long certificates shall be valid, such as `24h`. The CA may shorten it. Default: 24h.
+    /// Requested lifetime of certificates, such as `24h`. The CA may shorten it. Default: 24h.
     #[serde(skip_serializing_if = "is_default")]
     pub lifetime: Option<Timeout>,
 }
@@ -81,7 +81,7 @@ pub struct IstioCa {
 pub struct LocalCa {
     /// The directory that `dataplane ca init` made.
     pub directory: PathBuf,
-    /// How long certificates are valid. Default: 24h.
+    /// Lifetime of certificates. Default: 24h.
     #[serde(skip_serializing_if = "is_default")]
     pub lifetime: Option<Timeout>,
 }
@@ -101,37 +101,37 @@ fn lifetime(given: Option<Timeout>) -> Duration {
 }
 
 impl LocalCa {
-    /// How long certificates are valid.
+    /// Returns the lifetime of certificates.
     pub fn lifetime(&self) -> Duration {
         lifetime(self.lifetime)
     }
 }
 
 impl IstioCa {
-    /// `HOST:PORT`.
+    /// Returns `HOST:PORT` of the CA.
     pub fn address(&self) -> &str {
         let default = "istiod.istio-system.svc:15012";
         self.address.as_deref().unwrap_or(default)
     }
 
-    /// The file of the roots of the CA's own certificate.
+    /// Returns the file of the roots of the CA's own certificate.
     pub fn roots(&self) -> &Path {
         let default = Path::new("/var/run/secrets/istio/root-cert.pem");
         self.roots.as_deref().unwrap_or(default)
     }
 
-    /// The file of the agent's token.
+    /// Returns the file of the agent's token.
     pub fn token(&self) -> &Path {
         let default = Path::new("/var/run/secrets/tokens/istio-token");
         self.token.as_deref().unwrap_or(default)
     }
 
-    /// The cluster's name in the mesh.
+    /// Returns the cluster's name in the mesh.
     pub fn cluster(&self) -> &str {
         self.cluster.as_deref().unwrap_or("Kubernetes")
     }
 
-    /// How long certificates shall be valid.
+    /// Returns the requested lifetime of certificates.
     pub fn lifetime(&self) -> Duration {
         lifetime(self.lifetime)
     }
@@ -166,12 +166,12 @@ impl IdentitySource {
 }
 
 impl MeshIdentity {
-    /// The trust domain of the workloads' identities.
+    /// Returns the trust domain of the workloads' identities.
     pub fn trust_domain(&self) -> &str {
         self.trust_domain.as_deref().unwrap_or("cluster.local")
     }
 
-    /// Returns keys with their faults: values that the types allow and that cannot work. `is_foreign`: whether the proxy is not
+    /// Adds keys with their faults: values that the types allow and that cannot work. `is_foreign`: whether the proxy is not
     /// the agent's.
     pub(super) fn faults(&self, is_foreign: bool, faults: &mut Vec<(String, String)>) {
         let mut fault = |key: &str, text: String| {

@@ -23,7 +23,7 @@ pub struct Mesh {
     /// The kubelet's probes.
     #[serde(skip_serializing_if = "is_default")]
     pub probes: MeshProbes,
-    /// The certificates of workloads, by which connections between them are encrypted. Default: connections are not
+    /// The certificates of workloads, with which connections between them are encrypted. Default: connections are not
     /// encrypted.
     #[serde(skip_serializing_if = "is_default")]
     pub identity: Option<MeshIdentity>,
@@ -35,9 +35,9 @@ pub struct Mesh {
     /// time. The agent then needs the permission to patch nodes. Default: none.
     #[serde(skip_serializing_if = "is_default")]
     pub startup_taint: Option<String>,
-    /// What happens to TCP connections of captured workloads that a waypoint, AuthorizationPolicy or PeerAuthentication of
-    /// Istio's limits and that nothing on the node judges: the agent's proxy enforces policies of workloads in the mode proxy. Default:
-    /// warn.
+    /// The effect on TCP connections of captured workloads that a waypoint, AuthorizationPolicy or PeerAuthentication of
+    /// Istio's limits and that nothing on the node judges. The agent's proxy enforces the policies of workloads in the mode
+    /// proxy. Default: warn.
     #[serde(skip_serializing_if = "is_default")]
     pub unsupported: Option<Unsupported>,
     /// The namespace whose AuthorizationPolicies and PeerAuthentications hold in all namespaces, as in Istio's

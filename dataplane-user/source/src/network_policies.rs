@@ -195,7 +195,7 @@ fn is_port(given: &NetworkPolicyPort, pod: &Pod) -> bool {
 
 /// Whether a selector matches labels. An empty selector matches all.
 fn selects(selector: Option<&LabelSelector>, labels: &Labels) -> bool {
-    // The API server accepts no selector that cannot be read: a policy too many is named, and none too few.
+    // The API server accepts only selectors that can be read. For any other selector, the policy counts as one that selects.
     selector.is_none_or(|selector| {
         Selector::try_from(selector.clone()).map_or(true, |selector| selector.matches(labels))
     })

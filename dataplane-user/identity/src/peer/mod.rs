@@ -17,7 +17,7 @@ use webpki::{
 
 use crate::{Roots, validity::Validity};
 
-/// Why a peer is refused. Each message names the peer, as far as its certificate says who it is.
+/// The reason to refuse a peer. Each message has the identity that the peer's certificate claims, if it claims one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PeerError {
     /// The peer sent no certificate.
@@ -26,13 +26,13 @@ pub enum PeerError {
     /// The certificate cannot be read.
     #[error("peer presented a certificate that cannot be read: {0}")]
     Unreadable(Box<str>),
-    /// A SPIFFE certificate has exactly one URI.
+    /// The certificate does not have exactly one URI, as SPIFFE demands.
     #[error("peer presented a certificate with the URIs {0:?}, expected exactly one")]
     NotOneUri(Box<[String]>),
-    /// The URI is no identity of a workload.
+    /// The URI is not the identity of a workload.
     #[error("peer presented {0}")]
     NoIdentity(#[from] NoIdentity),
-    /// There are no roots for the peer's trust domain.
+    /// The peer's trust domain has no roots.
     #[error(
         "peer presented {peer}: trust domain {domain} is not trusted; add its roots to the node's configuration",
         domain = peer.trust_domain()
@@ -52,7 +52,7 @@ pub enum PeerError {
     Expired {
         /// The identity that the certificate claims.
         peer: Identity,
-        /// Until when the certificate was valid.
+        /// The end of the certificate's validity.
         at: SystemTime,
     },
     /// A certificate of the peer's chain is not valid yet: one of the two clocks is wrong.
@@ -60,7 +60,7 @@ pub enum PeerError {
     NotYetValid {
         /// The identity that the certificate claims.
         peer: Identity,
-        /// From when on the certificate is valid.
+        /// The start of the certificate's validity.
         from: SystemTime,
     },
     /// A certificate of the peer's chain is on a list of revoked certificates.
@@ -74,10 +74,10 @@ pub enum PeerError {
     Unverified {
         /// The identity that the certificate claims.
         peer: Identity,
-        /// What is wrong with the chain.
+        /// The reason.
         cause: Box<str>,
     },
-    /// The peer is not the workload that was meant.
+    /// The peer has another identity than the destination.
     #[error("peer presented {presented}, expected {}", Listed(expected))]
     Unexpected {
         /// The identity that the peer proved.
@@ -87,22 +87,23 @@ pub enum PeerError {
     },
 }
 
-/// For the verifiers of rustls: `CertificateError::Other` keeps the [`PeerError`], so that the log has its text.
+/// Converts an error for the verifiers of rustls. `CertificateError::Other` keeps the [`PeerError`], so that the log has its
+/// text.
 impl From<PeerError> for rustls::Error {
     fn from(error: PeerError) -> Self {
         rustls::CertificateError::Other(rustls::OtherError(Arc::new(error))).into()
     }
 }
 
-/// The roots cannot be used.
+/// An error because roots or lists of revoked certificates cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RootsError {
     /// A root cannot be read.
-    #[error("a root of trust domain {domain} is no certificate of an authority: {cause}")]
+    #[error("a root of trust domain {domain} is not the certificate of an authority: {cause}")]
     Root {
         /// The trust domain.
         domain: Arc<str>,
-        /// What is wrong.
+        /// The reason.
         cause: Box<str>,
     },
     /// A list of revoked certificates cannot be read.
@@ -110,12 +111,12 @@ pub enum RootsError {
     Revoked(Box<str>),
 }
 
-/// [`Roots`] in the form that verifies peers fast: make one for each change of the roots.
+/// [`Roots`] in a form that verifies peers fast. The caller makes a verifier for each change of the roots.
 #[derive(Debug)]
 pub struct Verifier {
     by_domain: BTreeMap<Arc<str>, Vec<Root>>,
-    /// Each layer has one list of each issuer, since webpki looks only at the first list of an issuer. An issuer with fewer
-    /// lists than layers is in each layer, so that no layer knows less about an issuer than another.
+    /// Lists of revoked certificates. Each layer has one list of each issuer, because webpki uses only the first list of an
+    /// issuer. An issuer with fewer lists than layers repeats its last list, so that each layer has a list of each issuer.
     layers: Vec<Vec<CertRevocationList<'static>>>,
 }
 
@@ -162,15 +163,15 @@ impl Verifier {
         })
     }
 
-    /// Verifies the chain of a peer, the peer's own certificate first, and returns who the peer is.
+    /// Verifies the chain of a peer, the peer's own certificate first, and returns the peer's identity.
     ///
-    /// The roots are those of the trust domain that the certificate names. The caller compares the identity with those that
-    /// it expects: [`expect`].
+    /// The roots are those of the trust domain that the certificate names. The caller then compares the identity with the
+    /// expected identities ([`expect`]).
     ///
     /// # Errors
-    /// If the certificate is not exactly one workload's, is not valid at this time, is revoked, or is not signed by a root of
-    /// its trust domain. A list of revoked certificates whose signature is wrong refuses the certificates of its issuer. A
-    /// list that is overdue still counts.
+    /// If the certificate does not have exactly one identity, is not valid at this time, is revoked, or is not signed by a
+    /// root of its trust domain. If the signature of a list of revoked certificates is wrong, the certificates of its issuer
+    /// are refused. An overdue list still counts.
     pub fn verify(
         &self,
         chain: &[CertificateDer<'_>],
@@ -199,8 +200,8 @@ impl Verifier {
         }
     }
 
-    /// Verifies the chain against each layer of lists. Several lists of one issuer may be signed by different keys, if the
-    /// issuer's key was replaced and its name was not: then one list whose signature fits is enough.
+    /// Verifies the chain against each layer of lists. Lists of one issuer are signed by different keys if the issuer's key was
+    /// replaced and the issuer's name was not. Then one list with the right signature is enough.
     fn verify_layers(
         &self,
         leaf: &EndEntityCert<'_>,
@@ -234,7 +235,7 @@ impl Verifier {
             [] => verify(&[]),
             [layer] => verify(layer),
             layers => {
-                // From here on, a wrong signature is a list's.
+                // If the chain is correct, a later wrong signature is that of a list.
                 verify(&[])?;
                 let mut result = Err(webpki::Error::InvalidCrlSignatureForPublicKey);
                 for layer in layers {
@@ -271,7 +272,7 @@ impl Root {
     }
 }
 
-/// Returns the identity that a certificate claims, which proves nothing.
+/// Returns the identity that a certificate claims. The claim is not verified.
 pub(crate) fn claimed(leaf: &EndEntityCert<'_>) -> Result<Identity, PeerError> {
     let uris: Vec<&str> = leaf.valid_uri_names().collect();
     let [uri] = uris[..] else {
@@ -281,21 +282,7 @@ pub(crate) fn claimed(leaf: &EndEntityCert<'_>) -> Result<Identity, PeerError> {
     Ok(uri.parse()?)
 }
 
-/// Verifies the chain of a peer: [`Verifier::verify`], for callers that verify rarely.
-///
-/// # Errors
-/// As [`Verifier::verify`]; and if the roots cannot be read, which trusts nobody.
-pub fn verify_peer(
-    chain: &[CertificateDer<'_>],
-    time: SystemTime,
-    roots: &Roots,
-) -> Result<Identity, PeerError> {
-    let verifier =
-        Verifier::new(roots).map_err(|error| PeerError::Unreadable(error.to_string().into()))?;
-    verifier.verify(chain, time)
-}
-
-/// The first second at which a certificate is not valid any more.
+/// Returns the first second at which a certificate is no longer valid.
 ///
 /// # Errors
 /// If the certificate cannot be read.
@@ -306,10 +293,10 @@ pub fn end(certificate: &CertificateDer<'_>) -> Result<SystemTime, PeerError> {
     Ok(validity.not_after + Duration::from_secs(1))
 }
 
-/// Compares the identity that a peer proved with those that the destination may have.
+/// Compares the identity that a peer proved with the identities that the destination may have.
 ///
 /// # Errors
-/// If it is none of them.
+/// If the peer has none of these identities.
 pub fn expect(presented: Identity, expected: &[Identity]) -> Result<Identity, PeerError> {
     if expected.contains(&presented) {
         return Ok(presented);
@@ -320,19 +307,20 @@ pub fn expect(presented: Identity, expected: &[Identity]) -> Result<Identity, Pe
     })
 }
 
-/// A workload is a client and a server: where a certificate says what it is for, it must say both, as SPIFFE demands.
+/// Requires that an extended key usage, if the certificate has one, includes client and server authentication. A workload is
+/// a client and a server, and SPIFFE demands both.
 struct BothUses;
 
 impl ExtendedKeyUsageValidator for BothUses {
     fn validate(&self, uses: KeyPurposeIdIter<'_, '_>) -> Result<(), webpki::Error> {
-        let (mut says, mut client, mut server) = (false, false, false);
+        let (mut has_usage, mut client, mut server) = (false, false, false);
         for one in uses {
             let oid = one?.to_decoded_oid();
-            says = true;
+            has_usage = true;
             client |= oid == KeyUsage::CLIENT_AUTH_REPR;
             server |= oid == KeyUsage::SERVER_AUTH_REPR;
         }
-        if says && !(client && server) {
+        if has_usage && !(client && server) {
             #[expect(
                 deprecated,
                 reason = "no other crate can make the error that replaces it"
@@ -364,9 +352,13 @@ fn refusal(peer: Identity, error: &webpki::Error) -> PeerError {
 
 fn cause(error: &webpki::Error) -> String {
     let cause = match error {
-        webpki::Error::UnknownIssuer => "none of them, or an intermediate certificate is missing",
-        webpki::Error::InvalidSignatureForPublicKey => "the signature is another key's",
-        webpki::Error::CaUsedAsEndEntity => "the certificate is an authority's, not a workload's",
+        webpki::Error::UnknownIssuer => {
+            "the issuer is unknown, or an intermediate certificate is missing"
+        }
+        webpki::Error::InvalidSignatureForPublicKey => "another key made the signature",
+        webpki::Error::CaUsedAsEndEntity => {
+            "the certificate belongs to an authority, not to a workload"
+        }
         webpki::Error::EndEntityUsedAsCa => "a workload's certificate signed it",
         webpki::Error::InvalidCrlSignatureForPublicKey => {
             "the list of revoked certificates of its issuer is signed by another key; replace the list"
@@ -380,7 +372,7 @@ fn cause(error: &webpki::Error) -> String {
     cause.to_owned()
 }
 
-/// A time as people read it.
+/// A time in UTC, as RFC 3339 writes it, without fractions of a second.
 pub(crate) struct Shown(pub SystemTime);
 
 impl fmt::Display for Shown {

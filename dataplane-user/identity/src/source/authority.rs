@@ -1,4 +1,4 @@
-//! An authority of our own, for practice nodes, tests, and machines without a control plane.
+//! The project's own authority (`dataplane ca`), for practice nodes, tests, and machines without a control plane.
 //!
 //! Its root is in a directory: `ca.crt`, and `ca.key`, which only its owner may read.
 
@@ -19,15 +19,20 @@ use rustls::pki_types::CertificateDer;
 use webpki::EndEntityCert;
 use zeroize::Zeroizing;
 
-use super::{issued::Issued, private, read::certificates, request};
+use super::{
+    issued::Issued,
+    private,
+    read::{certificates, key},
+    request,
+};
 use crate::validity::Validity;
 
-/// How long the root of a new authority is valid: ten years.
+/// Lifetime of the root of a new authority: ten years.
 const ROOT_LIFETIME: Duration = Duration::from_hours(10 * 365 * 24);
-/// How far certificates are valid before they are made, for clocks that are behind.
+/// Time between the start of a certificate's validity and its signing, for clocks that are behind.
 const BACKDATED: Duration = Duration::from_mins(2);
 
-/// An authority cannot be made, read or used.
+/// An error of an authority.
 #[derive(Debug, thiserror::Error)]
 pub enum AuthorityError {
     /// A file cannot be read or written.
@@ -38,29 +43,31 @@ pub enum AuthorityError {
         /// The reason.
         error: io::Error,
     },
-    /// Others can read the key.
-    #[error("{path}: others can read the key: chmod 600 {path}", path = .0.display())]
+    /// Users other than its owner can access the key.
+    #[error("{path}: users other than the owner can access the key; run chmod 600 {path}", path = .0.display())]
     Exposed(PathBuf),
-    /// The certificate is no authority's.
+    /// The key, the certificate or the trust domain cannot be used.
     #[error("{0}")]
-    Certificate(String),
+    Unusable(String),
     /// The authority signs identities of another trust domain.
     #[error("the authority of trust domain {own} does not sign {identity}")]
     Domain {
         /// The authority's trust domain.
         own: Box<str>,
-        /// What it was asked to sign.
+        /// The requested identity.
         identity: Identity,
     },
     /// A key or a certificate cannot be made.
-    #[error("no certificate can be made: {0}")]
+    #[error("cannot make a key or a certificate: {0}")]
     Sign(#[from] rcgen::Error),
 }
 
 fn hint(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::NotFound => "; `dataplane ca init` makes an authority",
-        io::ErrorKind::AlreadyExists => "; an authority is not replaced: remove it, or use it",
+        io::ErrorKind::AlreadyExists => {
+            "; the directory has an authority, which is not replaced; use it, or remove the files"
+        }
         _ => "",
     }
 }
@@ -77,14 +84,16 @@ impl Authority {
     /// Makes the key and the root of a new authority, in a directory that has none.
     ///
     /// # Errors
-    /// If there is an authority already, or the files cannot be written.
+    /// If the directory has an authority, or the files cannot be written.
     pub fn create(
         directory: &Path,
         trust_domain: &str,
         now: SystemTime,
     ) -> Result<Self, AuthorityError> {
         Identity::new(trust_domain, "namespace", "account").map_err(|_| {
-            AuthorityError::Certificate(format!("{trust_domain:?} is no trust domain"))
+            AuthorityError::Unusable(format!(
+                "{trust_domain:?} is not a trust domain; expected a name such as cluster.local"
+            ))
         })?;
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::new(Vec::new())?;
@@ -108,6 +117,13 @@ impl Authority {
                 error,
             })?;
         let pem = Zeroizing::new(key.serialize_pem());
+        // Before the key is written, so that a directory with a certificate stays as it is.
+        if certificate_path.exists() {
+            return Err(AuthorityError::File {
+                path: certificate_path,
+                error: io::ErrorKind::AlreadyExists.into(),
+            });
+        }
         write_new(&key_path, 0o600, pem.as_bytes())?;
         write_new(&certificate_path, 0o644, certificate.pem().as_bytes())?;
         Self::open(directory)
@@ -116,23 +132,23 @@ impl Authority {
     /// Reads an authority.
     ///
     /// # Errors
-    /// If there is none, if others can read its key, or if it is not one that [`create`](Self::create) made.
+    /// If the directory has no authority that [`create`](Self::create) made, or if users other than its owner can access the
+    /// key.
     pub fn open(directory: &Path) -> Result<Self, AuthorityError> {
         let (key_path, certificate_path) = files(directory);
-        let at = |path: &Path| {
-            let path = path.to_owned();
-            move |error| AuthorityError::File { path, error }
-        };
-        let mode = fs::metadata(&key_path).map_err(at(&key_path))?;
+        let mode = fs::metadata(&key_path).map_err(|error| AuthorityError::File {
+            path: key_path.clone(),
+            error,
+        })?;
         if mode.permissions().mode() & 0o077 != 0 {
             return Err(AuthorityError::Exposed(key_path));
         }
-        let pem = fs::read_to_string(&key_path).map_err(at(&key_path))?;
-        let key = KeyPair::from_pem(&Zeroizing::new(pem))?;
-        let wrong = |what: &str| {
-            AuthorityError::Certificate(format!("{}: {what}", certificate_path.display()))
+        let key = key(&key_path).map_err(AuthorityError::Unusable)?;
+        let key = KeyPair::try_from(&*key)?;
+        let wrong = |reason: &str| {
+            AuthorityError::Unusable(format!("{}: {reason}", certificate_path.display()))
         };
-        let found = certificates(&certificate_path).map_err(AuthorityError::Certificate)?;
+        let found = certificates(&certificate_path).map_err(AuthorityError::Unusable)?;
         let [certificate] = &found[..] else {
             return Err(wrong("expected one certificate"));
         };
@@ -146,7 +162,7 @@ impl Authority {
             .strip_prefix("spiffe://")
             .ok_or_else(|| wrong("expected one URI, spiffe://TRUSTDOMAIN"))?;
         if read.subject_public_key_info().as_ref() != key.subject_public_key_info() {
-            return Err(wrong("the key in ca.key is another certificate's"));
+            return Err(wrong("ca.key is the key of another certificate"));
         }
         Ok(Self {
             trust_domain: trust_domain.into(),
@@ -156,22 +172,17 @@ impl Authority {
         })
     }
 
-    /// The trust domain whose identities it signs.
+    /// Returns the trust domain whose identities the authority signs.
     pub fn trust_domain(&self) -> &str {
         &self.trust_domain
     }
 
-    /// The root.
-    pub fn certificate(&self) -> &CertificateDer<'static> {
-        &self.certificate
-    }
-
-    /// From when and until when the root is valid.
+    /// Returns the start and the end of the root's validity.
     pub fn validity(&self) -> (SystemTime, SystemTime) {
         (self.validity.not_before, self.validity.not_after)
     }
 
-    /// Makes a key and a certificate of an identity, which is valid as long as asked for, and not longer than the root.
+    /// Makes a key and a certificate of an identity. The certificate is valid for `lifetime`, and not longer than the root.
     ///
     /// # Errors
     /// If the identity belongs to another trust domain.
@@ -239,7 +250,7 @@ mod tests {
         let directory = directory.path().join("ca");
         let made = Authority::create(&directory, "cluster.local", now()).unwrap();
         let opened = Authority::open(&directory).unwrap();
-        assert_eq!(opened.certificate(), made.certificate());
+        assert_eq!(opened.certificate, made.certificate);
         assert_eq!(opened.trust_domain(), "cluster.local");
         let web: Identity = "spiffe://cluster.local/ns/shop/sa/web".parse().unwrap();
         let issued = opened.issue(&web, HOUR, now()).unwrap();
@@ -263,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_issued_can_be_read() {
+    fn an_issued_certificate_can_be_read() {
         let directory = TempDir::new().unwrap();
         let authority = Authority::create(directory.path(), "cluster.local", now()).unwrap();
         let web: Identity = "spiffe://cluster.local/ns/shop/sa/web".parse().unwrap();
@@ -300,6 +311,9 @@ mod tests {
         let again = Authority::create(directory, "cluster.local", now());
         assert!(again.err().unwrap().to_string().contains("is not replaced"));
         let key = directory.join("ca.key");
+        fs::rename(&key, directory.join("away")).unwrap();
+        assert!(Authority::create(directory, "cluster.local", now()).is_err());
+        fs::rename(directory.join("away"), &key).unwrap();
         let mode = |mode| fs::set_permissions(&key, fs::Permissions::from_mode(mode)).unwrap();
         mode(0o640);
         assert!(
@@ -312,7 +326,7 @@ mod tests {
         fs::copy(other.path().join("ca.crt"), directory.join("ca.crt")).unwrap();
         let error = Authority::open(directory).err().unwrap();
         assert!(
-            error.to_string().contains("another certificate's"),
+            error.to_string().contains("of another certificate"),
             "{error}"
         );
         assert!(Authority::create(&directory.join("new"), "no/domain", now()).is_err());

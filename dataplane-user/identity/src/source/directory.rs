@@ -19,7 +19,8 @@ use super::{
 
 /// Reads the files of an identity: `DIRECTORY/NAMESPACE/ACCOUNT/{tls.crt,tls.key,ca.crt}`.
 ///
-/// What is there may be half-written: then the caller, who verifies that key and certificate are a pair, keeps what it has.
+/// The program may be writing the files. The caller verifies that key and certificate belong together, and otherwise keeps its
+/// certificate.
 pub fn read(directory: &Path, identity: &Identity) -> Result<Issued, String> {
     let directory = of(directory, identity)?;
     // The kubelet replaces this link, so that all files change at once: resolve it once.
@@ -31,11 +32,14 @@ pub fn read(directory: &Path, identity: &Identity) -> Result<Issued, String> {
     })
 }
 
-/// The directory of an identity.
+/// Returns the directory of an identity.
 fn of(directory: &Path, identity: &Identity) -> Result<PathBuf, String> {
     let parts = [identity.namespace(), identity.account()];
     if parts.iter().any(|part| part.starts_with('.')) {
-        return Err("names with a leading dot have no directory".to_owned());
+        return Err(
+            "the namespace or the service account begins with a dot, so it has no directory"
+                .to_owned(),
+        );
     }
     Ok(parts
         .iter()
@@ -65,7 +69,7 @@ impl Issued {
             ("ca.crt", 0o644, &pem(&self.roots)),
         ] {
             let new = directory.join(format!(".{name}.new"));
-            // The mode is that of a new file.
+            // The mode applies only to a new file.
             match fs::remove_file(&new) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
                 _ => {}

@@ -12,7 +12,7 @@ const MESSAGE_MAX: usize = 1 << 20;
 /// Bytes before each message: whether it is compressed, and its length.
 const PREFIX: usize = 5;
 
-/// What went wrong with a call.
+/// The failure of a call.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
     #[error(transparent)]
@@ -29,13 +29,13 @@ pub enum CallError {
     Empty,
     #[error("refused: {0}")]
     Refused(Refused),
-    /// For callers, who have their own reasons.
+    /// A reason of the caller's own.
     #[error("{0}")]
     Other(String),
 }
 
 impl CallError {
-    /// Whether the server does not let this client have what it asks for.
+    /// Returns whether the server denies this client the request.
     pub fn is_denied(&self) -> bool {
         matches!(self, Self::Refused(refused) if matches!(&*refused.code, "7" | "16"))
     }
@@ -61,7 +61,7 @@ impl fmt::Display for Refused {
     }
 }
 
-/// A request of a method.
+/// Returns a request for a method.
 pub fn post(scheme: &str, authority: &str, method: &str) -> request::Builder {
     Request::post(format!("{scheme}://{authority}{method}"))
         .header(header::CONTENT_TYPE, "application/grpc")
@@ -97,7 +97,7 @@ pub async fn call<T>(
     }
 }
 
-/// An answer, of which messages are read one by one.
+/// An answer, whose messages are read one by one.
 pub struct Answer {
     headers: HeaderMap,
     body: h2::RecvStream,
@@ -135,7 +135,7 @@ impl Answer {
         }
     }
 
-    /// The length of the next message, if it has arrived.
+    /// Returns the length of the next message. `None`: it has not arrived.
     fn length(&self) -> Result<Option<usize>, CallError> {
         match self.bytes[..] {
             [0, a, b, c, d, ..] => {
@@ -167,7 +167,7 @@ impl Answer {
     }
 }
 
-/// A message as gRPC frames it: not compressed, with its length.
+/// Returns a message as gRPC frames it: not compressed, with its length.
 pub fn frame(message: &impl Message) -> Bytes {
     let encoded = message.encode_to_vec();
     let length = u32::try_from(encoded.len()).unwrap_or(u32::MAX);

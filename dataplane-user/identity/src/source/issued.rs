@@ -3,12 +3,12 @@
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use zeroize::Zeroizing;
 
-/// A certificate that a source gave. It has no `Debug`: a log must not have the key.
+/// A certificate from a source, with its key. It has no `Debug`, because a log must not have the key.
 pub struct Issued {
-    /// The certificate, and those between it and a root.
+    /// The certificate, then the intermediate certificates.
     pub chain: Vec<CertificateDer<'static>>,
     /// The key.
     pub key: Zeroizing<PrivateKeyDer<'static>>,
-    /// The roots of the identity's trust domain, as the source says.
+    /// The roots of the identity's trust domain that the source sent.
     pub roots: Vec<CertificateDer<'static>>,
 }

@@ -1,4 +1,4 @@
-//! Where certificates come from.
+//! Sources of certificates.
 
 mod authority;
 mod directory;
@@ -25,7 +25,7 @@ use rustls::{
 };
 use zeroize::Zeroizing;
 
-/// Where the certificates of this node's workloads come from.
+/// A source of the certificates of this node's workloads.
 #[derive(Clone, Debug)]
 pub enum Source {
     /// Files that another program keeps: `DIRECTORY/NAMESPACE/ACCOUNT/{tls.crt,tls.key,ca.crt}`.
@@ -34,17 +34,17 @@ pub enum Source {
     Istio(IstioCa),
     /// The administration socket of a SPIRE agent, which delegates the identities of the node's workloads.
     Spire(PathBuf),
-    /// An authority of our own: [`Authority`].
+    /// The project's own authority: [`Authority`].
     Authority {
-        /// The directory that has the authority's key and certificate.
+        /// The directory of the authority's key and certificate.
         directory: PathBuf,
-        /// How long certificates are valid.
+        /// Lifetime of certificates.
         lifetime: Duration,
     },
 }
 
 impl Source {
-    /// The source as `dataplane certs` shows it.
+    /// Returns the source as `dataplane certs` shows it.
     pub fn name(&self) -> String {
         match self {
             Self::Directory(path) => format!("directory {}", path.display()),
@@ -91,7 +91,7 @@ async fn blocking<T: Send + 'static>(
     done.map_err(|error| error.to_string())?
 }
 
-/// A new key, ECDSA P-256, and what a certificate for it says: the identity as its only name.
+/// Makes a key (ECDSA P-256), and the parameters of a certificate for it with the identity as its only name.
 pub(crate) fn request(
     identity: &Identity,
 ) -> Result<(Zeroizing<KeyPair>, CertificateParams), rcgen::Error> {
@@ -101,7 +101,7 @@ pub(crate) fn request(
     Ok((Zeroizing::new(KeyPair::generate()?), params))
 }
 
-/// The key in the form that rustls reads.
+/// Returns the key in the form that rustls reads.
 pub(crate) fn private(key: &KeyPair) -> Zeroizing<PrivateKeyDer<'static>> {
     let der = PrivatePkcs8KeyDer::from(key.serialize_der());
     Zeroizing::new(PrivateKeyDer::Pkcs8(der))

@@ -1,4 +1,4 @@
-//! Reads PEM files. Errors name the file.
+//! Reads files of certificates, keys and tokens. Errors name the file.
 
 use std::{
     fs::OpenOptions,
@@ -46,15 +46,16 @@ fn all<T: PemObject>(path: &Path, what: &str) -> Result<Vec<T>, String> {
     Ok(items)
 }
 
-/// Opens without waiting, because a FIFO without a writer would hold up all certificates.
-fn read(path: &Path) -> Result<Vec<u8>, String> {
+/// Reads a regular file of at most 1 MiB. Opens it without waiting, because a FIFO without a writer would hold up all
+/// certificates.
+pub fn read(path: &Path) -> Result<Vec<u8>, String> {
     let read = || {
         let mut options = OpenOptions::new();
         options.read(true);
         let file = options.custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
         let found = file.metadata()?;
         if !found.is_file() {
-            return Err(io::Error::other("this is no regular file"));
+            return Err(io::Error::other("not a regular file"));
         }
         // A buffer that grew would leave parts of a key behind.
         let size = usize::try_from(found.len().min(LARGEST)).unwrap_or_default() + 1;
@@ -85,8 +86,8 @@ mod tests {
         fs::write(at("more"), vec![b'a'; (1 << 20) + 1]).unwrap();
         assert_eq!(read(&at("full")).unwrap().len(), 1 << 20);
         for (name, wanted) in [
-            ("fifo", "no regular file"),
-            ("", "no regular file"),
+            ("fifo", "not a regular file"),
+            ("", "not a regular file"),
             ("more", "more than 1 MiB"),
             ("none", "No such file"),
         ] {

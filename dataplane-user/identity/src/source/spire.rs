@@ -1,7 +1,7 @@
-//! SPIRE's Delegated Identity API: the certificates of other workloads of the node, from the local SPIRE agent. (The Workload
-//! API would attest this process, and not its pods.)
+//! SPIRE's Delegated Identity API: the certificates of other workloads of the node, from the local SPIRE agent. The Workload
+//! API would attest this process, and not its pods.
 //!
-//! SPIRE's agent makes keys and renews certificates, at half of their lifetime. It is asked as often as another source.
+//! SPIRE's agent makes keys and renews certificates, at half of their lifetime. The store asks it as often as other sources.
 
 use std::{collections::HashMap, fmt, path::Path, time::Duration};
 
@@ -20,13 +20,13 @@ const CERTIFICATES: &str =
     "/spire.api.agent.delegatedidentity.v1.DelegatedIdentity/SubscribeToX509SVIDs";
 const ROOTS: &str =
     "/spire.api.agent.delegatedidentity.v1.DelegatedIdentity/SubscribeToX509Bundles";
-/// Time in which SPIRE's agent says what it has: the first message may come before the certificate.
+/// Maximum time to wait for the certificate. SPIRE's agent may send messages without the certificate first.
 const PATIENCE: Duration = if cfg!(test) {
     Duration::from_millis(300)
 } else {
     Duration::from_secs(5)
 };
-/// What an operator does about a refusal.
+/// The remedy for a refusal.
 const HINT: &str = "; the SPIRE agent must have this agent's SPIFFE ID in authorized_delegates, and an entry for it";
 
 #[derive(Clone, PartialEq, prost::Message)]
@@ -59,7 +59,7 @@ struct WithKey {
     key: Vec<u8>,
 }
 
-/// Without the key.
+/// Omits the key.
 impl fmt::Debug for WithKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.certificate.fmt(f)
@@ -146,7 +146,7 @@ async fn certificate(
     called.unwrap_or_else(|_| {
         let (namespace, account) = (identity.namespace(), identity.account());
         Err(CallError::Other(format!(
-            "no entry of {wanted} has the selectors k8s:ns:{namespace} and k8s:sa:{account}; there are: {others:?}"
+            "no entry of {wanted} has the selectors k8s:ns:{namespace} and k8s:sa:{account}; entries with these selectors: {others:?}"
         )))
     })
 }
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_missing_entry_is_said() {
+    async fn a_missing_entry_is_an_error() {
         let directory = TempDir::new().unwrap();
         let socket = start(&directory, &["/ns/shop/sa/other"]);
         let error = issue(&socket, &WEB.parse().unwrap()).await.err().unwrap();

@@ -1,4 +1,4 @@
-//! The task of one identity: get a certificate, renew it, try again.
+//! The task that gets and renews the certificate of one identity.
 
 use std::{
     sync::Arc,
@@ -15,28 +15,30 @@ use tokio::{
 use super::{Failure, Inner, State};
 use crate::{Credential, Source, peer::Shown};
 
-/// Maximum time of one attempt.
+/// Maximum time of an attempt.
 const TIMEOUT: Duration = if cfg!(test) {
     Duration::from_millis(500)
 } else {
     Duration::from_secs(10)
 };
-/// Wait after a first failure; it doubles with each.
+/// Delay after the first failure. It doubles with each further failure.
 const BACKOFF: Duration = Duration::from_secs(1);
 const BACKOFF_MAX: Duration = Duration::from_mins(1);
-/// Interval of comparing the clock, which may have jumped.
+/// Interval at which a waiting task reads the clock, which may have jumped.
 const CLOCK: Duration = if cfg!(test) {
     Duration::from_millis(10)
 } else {
     Duration::from_secs(15)
 };
-/// Minimum time between two certificates.
+/// Minimum time between two renewals.
 const RENEW_MIN: Duration = Duration::from_secs(1);
-/// Part of the lifetime after which a certificate is renewed. All nodes that start together do not renew together.
+/// Part of the remaining lifetime after which a certificate is renewed. It is random, so that nodes that start together do not
+/// renew together.
 const RENEW_AT: std::ops::Range<f64> = 0.45..0.55;
 
 impl Inner {
-    /// Keeps the certificate of an identity. Never ends: the task is aborted when the identity is no longer wanted.
+    /// Gets and renews the certificate of an identity. Never ends: the store aborts the task when the identity is no longer
+    /// wanted.
     pub(super) async fn keep(
         self: Arc<Self>,
         identity: Identity,
@@ -90,14 +92,14 @@ impl Inner {
         Ok((credential, roots))
     }
 
-    /// Puts a certificate in its slot. Files are read again and again: the same certificate is no event.
+    /// Stores a certificate. Ignores a certificate that is there already, because files are read again and again.
     fn replace(
         &self,
         state: &watch::Sender<State>,
         credential: Credential,
         roots: Vec<CertificateDer<'static>>,
     ) {
-        // The roots first: whoever gets the certificate may meet a peer with one of the same root at once.
+        // The roots first, because the user of the certificate may meet a peer whose certificate has the same root.
         let kept = self.kept();
         state.send_if_modified(|state| {
             state.roots = roots;
@@ -122,8 +124,8 @@ impl Inner {
         }
     }
 
-    /// Waits until a time by the clock, and never longer than it takes now: a clock that is set back delays nothing. A change of
-    /// the files of certificates ends it, too.
+    /// Waits until a time by the clock, and at most as long as this takes by the present clock, so that a clock that is set back
+    /// causes no delay. A change of the files of certificates also ends the wait.
     async fn wait(&self, until: SystemTime, files: &mut watch::Receiver<u64>, hurry: &Notify) {
         let left = || until.duration_since((self.clock)()).unwrap_or_default();
         let deadline = Instant::now() + left();
@@ -142,17 +144,17 @@ impl Inner {
     }
 }
 
-/// Logs a failure. One that repeats is no news: `dataplane certs` shows it.
+/// Logs a failure. A repeated failure is logged for debugging only: `dataplane certs` shows it.
 fn report(identity: &Identity, failed: &Failure, before: Option<&Failure>) {
     let (cause, next) = (&failed.cause, Shown(failed.next));
     if before.is_some_and(|before| before.cause == *cause) {
-        tracing::debug!("still no certificate of {identity}: {cause}; next try {next}");
+        tracing::debug!("still no certificate of {identity}: {cause}; next attempt at {next}");
     } else {
-        tracing::warn!("no certificate of {identity}: {cause}; next try {next}");
+        tracing::warn!("no certificate of {identity}: {cause}; next attempt at {next}");
     }
 }
 
-/// How long after now a certificate is renewed. What is already past is no part of its lifetime.
+/// Returns the time until a certificate is renewed, a part of the lifetime that is left.
 fn renewal(credential: &Credential, now: SystemTime) -> Duration {
     let left = credential.not_after.duration_since(now).unwrap_or_default();
     left.mul_f64(rand::random_range(RENEW_AT)).max(RENEW_MIN)

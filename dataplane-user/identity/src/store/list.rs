@@ -1,4 +1,4 @@
-//! What `dataplane certs` shows.
+//! The list of certificates that `dataplane certs` shows.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,13 +12,13 @@ pub struct Listed {
     pub identity: String,
     /// The certificate's serial number, as hexadecimal digits. Missing if there is no certificate.
     pub serial: Option<String>,
-    /// From when on it is valid.
+    /// The start of its validity.
     pub from: Option<String>,
-    /// Until when it is valid.
+    /// The end of its validity.
     pub to: Option<String>,
-    /// Whether less than a third of its lifetime is left, or none: it should have been renewed.
+    /// Whether the certificate is missing, or at most a third of its lifetime is left, so that it should have been renewed.
     pub overdue: bool,
-    /// Where it comes from.
+    /// The source of the certificate.
     pub source: String,
     /// The last attempt to get a certificate, if it failed.
     pub failed: Option<Failed>,
@@ -27,11 +27,11 @@ pub struct Listed {
 /// A failed attempt to get a certificate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failed {
-    /// What failed, and what to do.
+    /// The failed operation, the reason, and the remedy if it is known.
     pub cause: String,
-    /// When it failed.
+    /// The time of the failure.
     pub at: String,
-    /// When the next attempt is.
+    /// The time of the next attempt.
     pub next: String,
 }
 
@@ -63,7 +63,7 @@ impl Store {
         listed.collect()
     }
 
-    /// Returns what is wrong with the files of roots and revoked certificates, and what that means.
+    /// Returns the problems of the files of roots and of revoked certificates, with their effects.
     pub fn problems(&self) -> Vec<String> {
         let now = (self.inner.clock)();
         let kept = self.inner.kept();

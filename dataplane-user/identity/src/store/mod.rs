@@ -1,4 +1,4 @@
-//! Keeps the certificates of this node's workloads: gets them, renews them, and serves them from memory.
+//! The store of this node's certificates: it gets them, renews them, and serves them from memory.
 
 mod keep;
 mod list;
@@ -25,7 +25,7 @@ use crate::{
     watching::Watching,
 };
 
-/// The number of requests that a source gets at the same time.
+/// Maximum number of requests to a source at the same time.
 const REQUESTS_MAX: usize = 8;
 
 type Clock = Arc<dyn Fn() -> SystemTime + Send + Sync>;
@@ -33,8 +33,8 @@ type Clock = Arc<dyn Fn() -> SystemTime + Send + Sync>;
 /// Certificates of the identities that are wanted, and the roots that peers are verified against.
 ///
 /// It keeps one key and one certificate for each identity, as long as the identity is [wanted](Self::want). It renews a
-/// certificate at half of its lifetime, and tries again ever more slowly if the source refuses. Until then the certificate
-/// that is there is served, as long as it is valid: after that, none is.
+/// certificate at about half of its lifetime, and backs off if the source refuses. It serves the old certificate until the
+/// end of its validity.
 pub struct Store {
     inner: Arc<Inner>,
     runtime: Handle,
@@ -53,23 +53,23 @@ struct Inner {
     roots: watch::Sender<Arc<Roots>>,
     /// The number of certificates that were replaced.
     replaced: watch::Sender<u64>,
-    /// The number of times at which files may have changed.
+    /// The number of times that files may have changed.
     files: watch::Receiver<u64>,
 }
 
 #[derive(Default)]
 struct Kept {
     slots: BTreeMap<Identity, Slot>,
-    /// What the files of roots say; nothing until they could be read, and then nobody is trusted.
+    /// The contents of the files of roots. `None`: they have not been read, and no peer is trusted.
     trust: Option<Trust>,
-    /// Why the files cannot be read.
+    /// The reason why the files cannot be read.
     problem: Option<Arc<str>>,
 }
 
 /// An identity that is wanted.
 struct Slot {
     state: watch::Sender<State>,
-    /// Asks the task to look at once: the clock has jumped.
+    /// Wakes the task, because the clock has jumped.
     hurry: Arc<Notify>,
     task: JoinHandle<()>,
 }
@@ -83,7 +83,7 @@ impl Drop for Slot {
 #[derive(Clone, Default)]
 struct State {
     credential: Option<Arc<Credential>>,
-    /// The roots that came with it.
+    /// The roots that came with the certificate.
     roots: Vec<CertificateDer<'static>>,
     /// The last attempt, if it failed.
     failed: Option<Failure>,
@@ -100,7 +100,7 @@ impl Store {
     /// Starts to watch files. The store has no identities yet, and no roots until the files of roots have been read.
     ///
     /// # Panics
-    /// Outside of a runtime of tokio with timers.
+    /// If called outside of a tokio runtime with timers.
     pub fn start(source: Source, trust: TrustFiles, provider: Arc<CryptoProvider>) -> Self {
         Self::with_clock(source, trust, provider, Arc::new(SystemTime::now))
     }
@@ -136,8 +136,8 @@ impl Store {
         }
     }
 
-    /// Says which identities have a workload on this node. The store gets certificates of those that are new, and forgets the
-    /// certificates and keys of all others.
+    /// Sets the identities that have a workload on this node. The store gets certificates of new identities, and forgets the
+    /// certificates and keys of all other identities.
     pub fn want(&self, identities: &BTreeSet<Identity>) {
         let mut kept = self.inner.kept();
         kept.slots
@@ -161,7 +161,7 @@ impl Store {
         Slot { state, hurry, task }
     }
 
-    /// Counts the certificates that were replaced; the receiver is notified of each.
+    /// Returns the number of certificates that were replaced. The receiver is notified of each change.
     pub fn replaced(&self) -> watch::Receiver<u64> {
         self.inner.replaced.subscribe()
     }
@@ -198,7 +198,7 @@ impl Identities for Store {
                         let (from, to) = (credential.not_before, credential.not_after);
                         return Err(error(
                             format!(
-                                "the certificate is valid from {} to {}, and there is no other: {}",
+                                "the certificate is valid only from {} to {}, and renewal failed: {}",
                                 Shown(from),
                                 Shown(to),
                                 failed.cause
@@ -225,7 +225,7 @@ impl Inner {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Publishes the roots, if they have changed: those of the files, and for other trust domains those that came with
+    /// Publishes the roots if they have changed: the roots in files, and for other trust domains the roots that came with
     /// certificates.
     fn publish(&self, kept: &Kept) {
         let Some(trust) = &kept.trust else {
@@ -253,8 +253,8 @@ impl Inner {
         });
     }
 
-    /// Reads the files of roots and revoked certificates, now and whenever they change. While they cannot be read, what they
-    /// said before still counts.
+    /// Reads the files of roots and revoked certificates, now and at each change. While they cannot be read, their former
+    /// contents still count.
     async fn follow_trust(self: Arc<Self>) {
         let mut files = self.files.clone();
         loop {
@@ -278,7 +278,9 @@ impl Inner {
             }
             Err(problem) => {
                 let effect = match kept.trust {
-                    Some(_) => "the roots and revoked certificates stay as they were",
+                    Some(_) => {
+                        "the roots and revoked certificates that were read before still count"
+                    }
                     None => "no peer is trusted until it can be read",
                 };
                 let problem: Arc<str> = format!("{problem}: {effect}").into();

@@ -13,8 +13,7 @@ use tokio::time::{sleep, timeout};
 use super::*;
 use crate::{
     Authority, IstioCa, PeerError,
-    fixture::{self, HOUR, Leaf, now},
-    verify_peer,
+    fixture::{self, HOUR, Leaf, now, verify_peer},
 };
 
 const WEB: &str = "spiffe://cluster.local/ns/shop/sa/web";
@@ -49,14 +48,14 @@ impl Moved {
         Self(Arc::new(clock), moved)
     }
 
-    /// Moves the clock, and gives the tasks time to notice.
+    /// Moves the clock, and waits until the tasks have noticed.
     async fn pass(&self, minutes: i64) {
         self.1.fetch_add(minutes, Ordering::Relaxed);
         sleep(Duration::from_millis(200)).await;
     }
 }
 
-/// An authority of our own, as a source whose certificates are valid for two hours.
+/// The project's own authority, as a source whose certificates are valid for two hours.
 fn own() -> (TempDir, Source) {
     let directory = TempDir::new().unwrap();
     Authority::create(directory.path(), "cluster.local", now()).unwrap();
@@ -126,11 +125,11 @@ async fn a_clock_that_jumps_is_noticed() {
     let clock = Moved::new();
     let store = start(source, TrustFiles::default(), clock.0.clone());
     let first = store.credential(&web()).await.unwrap();
-    // Past the end: nobody gets the old one, also if the task did not notice yet.
+    // Past the end, the old certificate is not served, even if the task has not noticed yet.
     clock.1.fetch_add(300, Ordering::Relaxed);
     let second = store.credential(&web()).await.unwrap();
     assert_ne!(first.serial, second.serial);
-    // Back, a day before the authority was made; and right again.
+    // The clock is set a day before the authority was made, and then right again.
     clock.1.fetch_add(-30 * 60, Ordering::Relaxed);
     let error = store.credential(&web()).await.unwrap_err().to_string();
     assert!(error.contains("valid"), "{error}");
@@ -184,7 +183,7 @@ async fn waiting_ends_when_nobody_wants_the_identity() {
     assert!(waits.unwrap_err().cause.contains("no workload"));
 }
 
-/// A directory of files that another program keeps.
+/// A directory of certificates that another program keeps.
 struct Files {
     directory: TempDir,
     authority: fixture::Authority,
@@ -204,7 +203,7 @@ impl Files {
         self.directory.path().join(name)
     }
 
-    /// Writes the files of a certificate, but for those that are left out, and returns them.
+    /// Writes the named files of a certificate, and returns all files.
     fn write(&self, to: &str, leaf: &Leaf, names: &[&str]) {
         let key = KeyPair::generate().unwrap();
         let certificate = self.authority.sign(leaf, &key);
@@ -227,7 +226,7 @@ impl Files {
 
 const ALL: [&str; 3] = ["tls.crt", "tls.key", "ca.crt"];
 
-/// Waits until something is so, for at most five seconds: polling alone would take ten.
+/// Waits until a condition holds, for at most five seconds, because polling alone would take ten.
 async fn until(mut is_so: impl AsyncFnMut() -> bool) {
     timeout(Duration::from_secs(5), async {
         while !is_so().await {
@@ -252,7 +251,7 @@ async fn files_are_taken_when_they_are_whole() {
     let first = store.credential(&web()).await.unwrap();
     assert_eq!(*store.replaced().borrow(), 1);
 
-    // Another certificate, and not its key yet.
+    // A new certificate without its key.
     let other = Leaf {
         serial: 8,
         ..Leaf::of(WEB)
@@ -261,7 +260,9 @@ async fn files_are_taken_when_they_are_whole() {
     until(async || store.list()[0].failed.is_some()).await;
     let failed = store.list()[0].failed.clone().unwrap();
     assert!(
-        failed.cause.contains("the key is not the certificate's"),
+        failed
+            .cause
+            .contains("the key does not belong to the certificate"),
         "{failed:?}"
     );
     assert_eq!(store.credential(&web()).await.unwrap().serial, first.serial);
@@ -397,7 +398,7 @@ async fn revoked_certificates_and_roots_of_others_come_from_files() {
     let store = start(source, trust, clock.0.clone());
     let roots = store.roots();
     store.credential(&web()).await.unwrap();
-    // What cannot be read is not empty: nobody is trusted.
+    // The list cannot be read, so no peer is trusted.
     until(async || !store.problems().is_empty()).await;
     let problem = store.problems().concat();
     assert!(
@@ -419,7 +420,7 @@ async fn revoked_certificates_and_roots_of_others_come_from_files() {
     write_list(&[7]);
     let revoked = Err(PeerError::Revoked { peer: web() });
     until(async || verify(&peer) == revoked).await;
-    // The list is damaged: what it said still counts.
+    // The list is damaged, and its former content still counts.
     fs::write(&list, "").unwrap();
     until(async || !store.problems().is_empty()).await;
     assert_eq!(verify(&peer), revoked);

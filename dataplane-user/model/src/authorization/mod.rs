@@ -16,9 +16,9 @@ pub use rule::{Account, Connection, Match, Rule, Values, Word};
 /// An AuthorizationPolicy, without its name and its selector.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Authorization {
-    /// What the policy does with the connections that a rule matches.
+    /// The effect on the connections that a rule matches.
     pub action: Action,
-    /// Whether the policy is only tried: its result is reported, and changes no connection.
+    /// Whether the policy is a dry run: its result is reported, and changes no connection.
     pub dry_run: bool,
     /// The rules. A policy matches if one of them does.
     pub rules: Box<[Rule]>,
@@ -27,22 +27,22 @@ pub struct Authorization {
 /// The effect of a policy on the connections that it matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Action {
-    /// The policy allows them, and refuses the others unless another policy allows these.
+    /// The policy allows these connections. It refuses all other connections that no policy allows.
     Allow,
-    /// The policy refuses them.
+    /// The policy refuses these connections.
     Deny,
 }
 
-/// The connections that a policy refuses, for people and programs that do not evaluate rules.
+/// The connections that a policy refuses, for programs that do not evaluate rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extent {
-    /// None.
+    /// No connections.
     Nothing,
-    /// None, and other policies with ALLOW refuse none either.
+    /// No connections, and other policies with ALLOW refuse no connections either.
     AllowsAll,
-    /// Those that no policy allows.
+    /// The connections that no policy allows.
     AllowsSome,
-    /// Those that a rule matches.
+    /// The connections that a rule matches.
     Denies,
 }
 
@@ -109,25 +109,25 @@ pub struct Policies {
     pub unread: bool,
 }
 
-/// What is decided about a connection.
+/// A decision about a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decision<'a> {
-    /// The reason, which says whether the connection is allowed.
+    /// The reason, which includes whether the connection is allowed.
     pub reason: Reason<'a>,
-    /// The results of policies that are only tried.
+    /// The results of dry runs.
     pub dry_run: Vec<Reason<'a>>,
 }
 
 /// The reason for a decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason<'a> {
-    /// No policy with ALLOW is there, and none with DENY matches.
+    /// The workload has no policy with ALLOW, and no policy with DENY matches.
     NoPolicy,
     /// A rule of a policy with ALLOW matches: its index.
     Allowed(&'a PolicyName, usize),
     /// A rule of a policy with DENY matches: its index.
     Denied(&'a PolicyName, usize),
-    /// Policies with ALLOW are there, and none matches.
+    /// The workload has policies with ALLOW, and none of them matches.
     NotAllowed,
     /// The client has no identity, and a PeerAuthentication requires one.
     Plaintext(&'a PolicyName),
@@ -184,7 +184,7 @@ impl Policies {
     pub fn decide(&self, connection: &Connection<'_>) -> Decision<'_> {
         let mut dry_run = self.denied(true, connection).collect::<Vec<_>>();
         let reason = self.refusal(connection).unwrap_or_else(|| {
-            // Where policies with ALLOW hold, a further one that does not match would change nothing.
+            // If the workload has policies with ALLOW, a further policy with ALLOW that does not match would change nothing.
             let is_limited = self.of(Action::Allow, false).next().is_some();
             let tried = self.allowed(true, connection);
             dry_run.extend(tried.filter(|of| of.is_allowed() || !is_limited));
@@ -264,7 +264,7 @@ impl Policies {
         of.filter_map(|(name, of)| Some(Reason::Denied(name, of.matching(connection)?)))
     }
 
-    /// Returns what the policies with ALLOW say. `None` if there are none.
+    /// Returns the result of the policies with ALLOW. `None`: the workload has none.
     fn allowed(&self, dry_run: bool, connection: &Connection<'_>) -> Option<Reason<'_>> {
         let mut found = None;
         for (name, of) in self.of(Action::Allow, dry_run) {
@@ -288,7 +288,7 @@ impl Policies {
 }
 
 impl Action {
-    /// As in policies.
+    /// Returns the word in policies.
     pub const fn word(self) -> &'static str {
         match self {
             Self::Allow => "ALLOW",

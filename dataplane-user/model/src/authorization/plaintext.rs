@@ -11,7 +11,7 @@ pub struct PeerAuthentication {
     pub created: Option<i64>,
     /// Whether plaintext is refused. `None`: less specific policies decide.
     pub strict: Option<bool>,
-    /// The same for single ports. Holds only in a policy of [`Rank::Selector`].
+    /// Whether plaintext is refused at single ports. Holds only in a policy of [`Rank::Selector`].
     pub ports: BTreeMap<u16, bool>,
 }
 
@@ -31,7 +31,7 @@ pub enum Rank {
 pub struct Plaintext([Option<(PolicyName, Arc<PeerAuthentication>)>; 3]);
 
 impl Plaintext {
-    /// Adds a policy. Equally old ones come in the order of their names, and the first one counts.
+    /// Adds a policy. The caller adds equally old policies in the order of their names, and the first one counts.
     pub fn add(&mut self, rank: Rank, name: PolicyName, policy: &Arc<PeerAuthentication>) {
         let age = |of: &PeerAuthentication| (of.created.is_none(), of.created);
         let known = &mut self.0[rank as usize];

@@ -13,7 +13,7 @@ use crate::Identity;
 #[derive(Clone, Debug)]
 pub struct Connection<'a> {
     peer: Option<&'a Identity>,
-    /// The peer as principals have it: without `spiffe://`.
+    /// The peer's identity in the form of principals: without `spiffe://`.
     principal: String,
     source: IpAddr,
     destination: SocketAddr,
@@ -62,12 +62,12 @@ impl Rule {
         clauses.find(|clause| !clause.is_empty() && !clause.iter().any(|of| of.fits(connection)))
     }
 
-    /// Returns whether it depends on the identity of the client.
+    /// Returns whether the rule depends on the identity of the client.
     pub fn needs_identity(&self) -> bool {
         self.0.iter().flatten().any(Match::needs_identity)
     }
 
-    /// Returns its size in memory, in bytes, without what the allocator adds.
+    /// Returns the rule's size in memory, in bytes, without the allocator's overhead.
     pub fn bytes(&self) -> usize {
         let words = |of: &Values<Word>| of.bytes(Word::len);
         let account = |of: &Account| of.namespace.len() + of.name.len();
@@ -126,12 +126,12 @@ impl Match {
     }
 }
 
-/// The values that a property may have, and those that it may not have.
+/// The values that a property may have, and the values that it may not have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Values<T> {
-    /// It must have one of these, if there are any.
+    /// The property must have one of these values. Empty: any value.
     pub any: Box<[T]>,
-    /// It must have none of these.
+    /// The property must have none of these values.
     pub none: Box<[T]>,
 }
 
@@ -164,9 +164,9 @@ impl<T> Values<T> {
 pub enum Word {
     /// This text.
     Exact(Box<str>),
-    /// A text that begins so.
+    /// A text with this beginning.
     Prefix(Box<str>),
-    /// A text that ends so.
+    /// A text with this end.
     Suffix(Box<str>),
     /// Any text.
     Present,
@@ -193,7 +193,7 @@ impl Word {
 }
 
 impl From<&str> for Word {
-    /// From the form that policies have: `text`, `text*`, `*text` or `*`.
+    /// Reads the form in policies: `text`, `text*`, `*text` or `*`.
     fn from(text: &str) -> Self {
         match (text.strip_prefix('*'), text.strip_suffix('*')) {
             (Some(""), _) => Self::Present,
@@ -232,7 +232,7 @@ impl fmt::Display for Rule {
     }
 }
 
-/// A clause, for people.
+/// A clause as people read it.
 pub(super) struct Clause<'a>(pub &'a [Match]);
 
 impl fmt::Display for Clause<'_> {

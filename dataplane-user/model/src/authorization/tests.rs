@@ -102,7 +102,7 @@ fn policies(texts: &[Text]) -> Policies {
     }
 }
 
-/// What a connection is, in texts. Without an identity, the first three are missing.
+/// The properties of a connection, as texts. Without an identity, the first three are missing.
 struct Facts(Vec<(&'static str, String)>);
 
 impl Facts {
@@ -231,7 +231,7 @@ proptest! {
         let mut held = policies.clone();
         held.authorizations.retain(|(_, of)| of.as_ref().is_some_and(|of| !of.dry_run));
         prop_assert_eq!(held.decide(&connection).reason, decision.reason);
-        // A policy that has not arrived refuses everything, whatever the others allow.
+        // A policy that has not arrived refuses everything, even if another policy allows it.
         let name = PolicyName { namespace: "shop".into(), object: "AuthorizationPolicy x".into() };
         held.authorizations.push((name.clone(), None));
         prop_assert_eq!(held.decide(&connection).reason, Reason::Missing(&name));

@@ -64,7 +64,7 @@ pub struct Worker {
     index: Arc<Index>,
     /// The number of the index's snapshot.
     version: u64,
-    /// The number of the policies by which all connections were accepted, or judged again.
+    /// The version of the policies by which all connections were last judged.
     policies: u64,
     buffers: Buffers,
     stock: Stock,

@@ -1,4 +1,4 @@
-//! Ending connections that changed policies forbid.
+//! Ends connections that changed policies forbid.
 
 use relay::{Denied, Flag};
 
@@ -6,7 +6,7 @@ use super::Worker;
 use crate::table::Key;
 
 impl Worker {
-    /// Resets the inbound connections that policies forbid by now.
+    /// Resets the inbound connections that the present policies forbid.
     pub fn judge_again(&mut self) {
         let connections = self.table.iter();
         let forbidden = connections.filter_map(|(key, connection)| {

@@ -39,9 +39,9 @@ pub struct Index {
     /// Workloads by their addresses, for metrics.
     workloads: imbl::HashMap<IpAddr, SmallVec<[Arc<Workload>; 1]>>,
     snapshot: Snapshot,
-    /// The policies of attached workloads, as far as connections have asked for them.
+    /// The policies of the attached workloads that have had connections.
     judged: Arc<Judged>,
-    /// The connections that policies have refused. All indices share it.
+    /// The connections that policies have refused. All indices share them.
     denials: Arc<Denials>,
 }
 
@@ -58,15 +58,15 @@ pub enum Found {
     Unknown,
 }
 
-/// How an address is reached.
+/// The way to an address.
 #[derive(Clone, Debug)]
 pub enum Way {
     /// In plaintext.
     Plain,
     /// Through a tunnel to this workload.
     Tunnel(Arc<Workload>),
-    /// Not at all: several workloads have the address, and one of them is reached through a tunnel. A new pod may have an
-    /// address before the old pod is gone.
+    /// None: several workloads have the address, and one of them is reached through a tunnel. A new pod may have an address
+    /// before the old pod is gone.
     Unclear,
 }
 
@@ -145,7 +145,7 @@ impl Index {
         }
     }
 
-    /// How an address is reached: through a tunnel if its workload speaks HBONE.
+    /// Returns the way to an address: through a tunnel if its workload speaks HBONE.
     pub fn way(&self, addr: IpAddr) -> Way {
         match self.workloads_at(addr) {
             [workload] if workload.speaks_hbone => Way::Tunnel(Arc::clone(workload)),
@@ -154,7 +154,7 @@ impl Index {
         }
     }
 
-    /// All workloads with an address.
+    /// Returns all workloads with an address.
     pub fn workloads_at(&self, addr: IpAddr) -> &[Arc<Workload>] {
         self.workloads.get(&addr).map_or(&[], |all| all)
     }
@@ -345,7 +345,7 @@ mod tests {
         assert_eq!(client(&index, "fd00:1::9"), client(&index, "fd00:1::a"));
     }
 
-    /// An address that a pod which speaks HBONE shares with another one is not reached in plaintext.
+    /// An address that a pod with HBONE shares with another pod is not reached in plaintext.
     #[test]
     fn an_address_is_reached_through_a_tunnel_if_its_only_workload_speaks_hbone() {
         let pod = |name: &str, addr: &str, speaks_hbone| {

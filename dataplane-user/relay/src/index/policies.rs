@@ -1,4 +1,4 @@
-//! Istio's policies: whether a workload accepts a connection.
+//! Istio's policies of attached workloads, and their decisions about connections.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -17,7 +17,8 @@ use super::Index;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct Denied {
-    /// The policy that refuses it. `None`: policies with ALLOW are there and none matches, or policies cannot be read.
+    /// The policy that refuses the connection. `None`: the workload has policies with ALLOW and none matches, or policies cannot
+    /// be read.
     pub policy: Option<PolicyName>,
     /// The index of the policy's rule that matches, if it has one.
     pub rule: Option<usize>,
@@ -55,7 +56,8 @@ impl Judged {
 pub type Own<'a> = (u64, &'a Arc<Workload>);
 
 impl Index {
-    /// Returns the policies of an attached workload. They are found once for each workload and change of Istio's objects.
+    /// Returns the policies of an attached workload. Searches for them once after each change of the workload or of Istio's
+    /// objects.
     pub fn policies(&self, own: Own<'_>) -> Arc<Policies> {
         let workload = self.present(own);
         let mut found = self.judged.lock();
@@ -98,8 +100,8 @@ impl Index {
         Err(decision.reason.into())
     }
 
-    /// Returns why the policies forbid a connection that the workload has accepted before. `None`: it may go on. Policies
-    /// that can no longer be read end no connection.
+    /// Returns the reason if the policies forbid a connection that the workload has accepted before, and counts the refusal.
+    /// Policies that can no longer be read end no connection.
     pub fn forbids(
         &self,
         own: Own<'_>,
@@ -126,7 +128,7 @@ impl Index {
         self.judged.lock().retain(|id, _| attached.contains(id));
     }
 
-    /// The refusals by policy.
+    /// Returns the refusals by policy.
     pub fn denials(&self) -> &super::Denials {
         &self.denials
     }
@@ -143,8 +145,8 @@ impl Index {
         }
     }
 
-    /// The attached workload as the snapshot has it, with its present labels; or as it was attached, if the snapshot has
-    /// another one of its name.
+    /// Returns the attached workload from the snapshot, with its present labels. If the snapshot has another workload with its
+    /// name, returns the workload as it was attached.
     fn present<'a>(&'a self, (_, own): Own<'a>) -> &'a Arc<Workload> {
         let known = self.snapshot.workloads.get(&own.name);
         known.filter(|known| known.uid == own.uid).unwrap_or(own)
@@ -339,13 +341,13 @@ mod tests {
         let second = first.updated(snapshot.clone());
         assert!(Arc::ptr_eq(&policies, &second.policies(attached.own())));
         assert!(!second.judges_anew(&first, attached.own()));
-        // Labels that no policy selects.
+        // No policy selects these labels.
         let other = workload(&[("app", "db")]);
         snapshot.workloads.insert(other.name.clone(), other);
         let third = second.updated(snapshot.clone());
         assert!(third.judges_anew(&second, attached.own()));
         assert!(third.policies(attached.own()).authorizations.is_empty());
-        // Another pod of this name: the attached one keeps its labels.
+        // Another pod has this name, and the attached pod keeps its labels.
         let mut other = (*workload(&[("app", "db")])).clone();
         other.uid = model::Uid::parse("8e3b0c9a-6b0f-4f61-9d1c-2f5d3c8a7b60");
         snapshot

@@ -9,8 +9,10 @@ mod pods;
 mod sight;
 mod store;
 mod text;
+mod wanted;
 
-pub use kind::{Body, Kind, Object, Scope, WantedKinds, WantedPolicies};
+pub use kind::{Body, Kind, Object};
 pub use sight::Perspective;
 pub use store::{Message, Store};
 pub use text::{Text, plain};
+pub use wanted::{Scope, WantedKinds, WantedPolicies};

@@ -1,5 +1,5 @@
-//! Writes on Pods of this node that their connections are captured: the annotation [`REDIRECTION`], which Istio's control
-//! plane reads. It tells clients to connect to such a Pod by HBONE.
+//! Annotates the captured Pods of this node with [`REDIRECTION`], which Istio's control plane reads. It tells clients to connect
+//! to such a Pod by HBONE.
 //!
 //! The annotation is written by server-side apply through `pods/status`, with a field manager of its own ([`MANAGER`]). So the
 //! API server knows which annotations are the agent's: to withdraw one is to apply an object without it, and never removes an

@@ -1,7 +1,7 @@
-//! Istio's AuthorizationPolicies: their rules at layer 4, as Istio's control plane tells them to its ztunnel.
+//! Istio's AuthorizationPolicies: their rules at layer 4, as Istio's control plane sends them to its ztunnel.
 //!
-//! Where the control plane leaves out what it cannot read, the rule here is closed: a rule that denies matches every
-//! connection, and a rule that allows matches none.
+//! The control plane leaves out values that it cannot read. Here, a rule with such a value is closed: a rule that denies
+//! matches every connection, and a rule that allows matches none.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -11,10 +11,10 @@ use serde_json::{Map, Value};
 
 use super::Findings;
 
-/// A field's path, and what is wrong with its value.
+/// A field's path, and the fault of its value.
 type Wrong = (String, String);
 
-/// The lists of a rule, the object in each of their items, and the fields of this object: those of layer 4, and those that
+/// The lists of a rule, the object in each of their items, and the fields of this object: fields of layer 4, and fields that
 /// only waypoints enforce. `remoteIpBlocks` counts as layer 7, as for Istio. Its ztunnel does not know trust domains.
 const LISTS: [(&str, &str, &[&str], &[&str]); 2] = [
     (
@@ -64,7 +64,8 @@ const LAYER_7: [&str; 6] = [
     "source.trustDomain",
 ];
 
-/// Reads the rules of a policy of a namespace, in their order. Reports what has no effect, or another effect than written.
+/// Reads the rules of a policy of a namespace, in their order. Reports fields that have no effect, or another effect than in
+/// Istio.
 pub(super) fn rules(
     action: Action,
     given: &[Value],
@@ -229,10 +230,10 @@ fn range(text: &str) -> Result<IpNet, String> {
 struct Fields<'a>(&'a Map<String, Value>, String);
 
 impl<'a> Fields<'a> {
-    /// Returns the fields. A field that is not known may limit the others, so it is an error.
+    /// Returns the fields. An unknown field may limit the other fields, so it is an error.
     fn of(given: &'a Value, path: String, known: &[&str]) -> Result<Self, Wrong> {
         let Some(fields) = given.as_object() else {
-            return Err((path, "is missing or is no object".to_owned()));
+            return Err((path, "is missing or is not an object".to_owned()));
         };
         match fields.keys().find(|key| !known.contains(&key.as_str())) {
             Some(key) => Err((format!("{path}.{key}"), "is not known".to_owned())),
@@ -249,7 +250,7 @@ impl<'a> Fields<'a> {
         let items = match self.0.get(name) {
             None | Some(Value::Null) => &[][..],
             Some(Value::Array(items)) => items,
-            Some(_) => return Err((self.path(name), "is no list".to_owned())),
+            Some(_) => return Err((self.path(name), "is not a list".to_owned())),
         };
         let items = items.iter().enumerate();
         let items = items.map(|(at, item)| (item, format!("{}[{at}]", self.path(name))));
@@ -262,12 +263,12 @@ impl<'a> Fields<'a> {
         let texts = items.map(|(item, path)| match item.as_str() {
             Some(text) if !text.is_empty() => Ok((text, path)),
             Some(_) => Err((path, "is empty".to_owned())),
-            None => Err((path, "is no text; write it in quotes".to_owned())),
+            None => Err((path, "is not text; write it in quotes".to_owned())),
         });
         texts.collect()
     }
 
-    /// Returns the values of a property, and of the one with `not`.
+    /// Returns the values of a property, and of the property with `not`.
     fn values<T>(
         &self,
         [any, none]: [&str; 2],

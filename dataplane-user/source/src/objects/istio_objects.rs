@@ -9,7 +9,7 @@ use model::{
 
 use super::unreadable_policy;
 
-/// Maximum number of policies of a namespace whose content is kept. Others count as policies that cannot be read.
+/// Maximum number of policies of a namespace whose content is kept. Further policies count as policies that cannot be read.
 const POLICIES_MAX: usize = 1000;
 /// Maximum size of the rules of all policies of a namespace, in bytes in memory.
 const RULES_MAX: usize = 4 << 20;
@@ -24,7 +24,7 @@ fn bytes(policy: &IstioPolicy) -> usize {
 /// The objects of all namespaces.
 #[derive(Debug)]
 pub struct IstioObjects {
-    /// Whether they are stored at all.
+    /// Whether objects are stored.
     is_wanted: bool,
     namespaces: OrdMap<Arc<str>, Arc<IstioNamespace>>,
     /// The namespaces and keys of policies beyond [`POLICIES_MAX`] and [`RULES_MAX`], whose content is not kept.
@@ -65,7 +65,7 @@ impl IstioObjects {
         self.change(name, |of| of.waypoint = waypoint);
     }
 
-    /// Stores whether the labels name a waypoint: those of a Service or ServiceEntry. `None` removes it.
+    /// Stores whether the labels of a Service or ServiceEntry name a waypoint. `None` removes the object.
     pub fn label(&mut self, kind: &str, name: &ServiceName, waypoint: Option<bool>) {
         let key = format!("{kind} {}", name.name());
         self.change(name.namespace(), |of| match waypoint {
@@ -172,7 +172,7 @@ mod tests {
             }
         }
         assert_eq!(objects.problems().count(), 1);
-        // With room again, the last one stays as it is until it is read again.
+        // If there is room again, the policy stays as it is until it is read again.
         objects.put("P", &name(0), None);
         assert_eq!(objects.problems().count(), 1);
         assert!(objects.put("P", &name(POLICIES_MAX), Some(policy())));

@@ -1,6 +1,6 @@
 //! Istio's certificate authority: gRPC, `istio.v1.auth.IstioCertificateService/CreateCertificate`.
 
-use std::{collections::HashMap, fmt, fs, path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::HashMap, fmt, path::PathBuf, sync::Arc, time::Duration};
 
 use http::{HeaderValue, header};
 use model::Identity;
@@ -18,12 +18,12 @@ use super::{
     grpc::{self, Answer},
     issued::Issued,
     private,
-    read::certificates,
+    read::{certificates, read},
     request,
 };
 
 const METHOD: &str = "/istio.v1.auth.IstioCertificateService/CreateCertificate";
-/// What an operator does about a refusal.
+/// The remedy for a refusal.
 const HINT: &str = "; istiod must have the agent's NAMESPACE/SERVICEACCOUNT in CA_TRUSTED_NODE_ACCOUNTS, the token must have the audience \
      istio-ca, and a Pod of the account must run on the agent's node";
 
@@ -32,15 +32,15 @@ const HINT: &str = "; istiod must have the agent's NAMESPACE/SERVICEACCOUNT in C
 pub struct IstioCa {
     /// `HOST:PORT`, such as `istiod.istio-system.svc:15012`.
     pub address: String,
-    /// The name in the authority's certificate, if it is not the host.
+    /// The name in the authority's certificate. `None`: the host of the address.
     pub server_name: Option<String>,
-    /// A file of the roots that the authority's certificate is verified against.
+    /// A file of the roots against which the authority's certificate is verified.
     pub roots: PathBuf,
     /// A file of the agent's token, with audience `istio-ca`. It is read for each call.
     pub token: PathBuf,
     /// The cluster's name in the mesh (header `ClusterID`).
     pub cluster: String,
-    /// How long certificates shall be valid. The authority may shorten it.
+    /// Requested lifetime of certificates. The authority may shorten it.
     pub lifetime: Duration,
 }
 
@@ -71,13 +71,13 @@ struct Value {
 
 #[derive(Clone, PartialEq, prost::Message)]
 struct Created {
-    /// The certificate, those between, and the roots, in PEM.
+    /// The certificate, the intermediate certificates, and the roots, in PEM.
     #[prost(string, repeated, tag = "1")]
     chain: Vec<String>,
 }
 
 impl IstioCa {
-    /// Has a new key certified. The key does not leave this process.
+    /// Makes a key, and gets a certificate for it. The key does not leave this process.
     pub(crate) async fn issue(
         &self,
         identity: &Identity,
@@ -113,38 +113,37 @@ impl IstioCa {
         let provider = Arc::new(provider.clone());
         let (authorization, tls) =
             blocking(move || Ok((ca.authorization()?, ca.tls(provider)?))).await?;
-        let said = |error: &dyn fmt::Display| format!("{}: {error}", self.address);
+        let failed = |error: &dyn fmt::Display| format!("{}: {error}", self.address);
         let stream = TcpStream::connect(&self.address)
             .await
-            .map_err(|error| said(&error))?;
+            .map_err(|error| failed(&error))?;
         let host = self.address.rsplit_once(':').map_or("", |(host, _)| host);
         let host = host.trim_start_matches('[').trim_end_matches(']');
         let name = self.server_name.as_deref().unwrap_or(host).to_owned();
-        let name = ServerName::try_from(name).map_err(|error| said(&error))?;
+        let name = ServerName::try_from(name).map_err(|error| failed(&error))?;
         let stream = TlsConnector::from(Arc::new(tls))
             .connect(name, stream)
             .await
-            .map_err(|error| said(&format_args!("TLS: {error}")))?;
+            .map_err(|error| failed(&format_args!("TLS: {error}")))?;
         let request = grpc::post("https", &self.address, METHOD)
             .header(header::AUTHORIZATION, authorization)
             .header("clusterid", &self.cluster)
             .body(())
-            .map_err(|error| said(&error))?;
+            .map_err(|error| failed(&error))?;
         let called = grpc::call(stream, request, asked, Answer::only).await;
         called.map_err(|error| {
-            // istiod says "not authenticated" to those whom it does not trust, too.
+            // istiod answers "not authenticated" also to clients that it does not trust.
             let hint = if error.is_denied() { HINT } else { "" };
-            said(&format_args!("{error}{hint}"))
+            failed(&format_args!("{error}{hint}"))
         })
     }
 
     fn authorization(&self) -> Result<HeaderValue, String> {
         let file = self.token.display();
-        let token = fs::read_to_string(&self.token).map_err(|error| format!("{file}: {error}"))?;
-        let token = Zeroizing::new(token);
-        let bearer = Zeroizing::new(format!("Bearer {}", token.trim()));
-        let mut value =
-            HeaderValue::from_str(&bearer).map_err(|_| format!("{file}: this is no token"))?;
+        let token = Zeroizing::new(read(&self.token)?);
+        let bearer = Zeroizing::new([b"Bearer ", token.trim_ascii()].concat());
+        let mut value = HeaderValue::from_bytes(&bearer)
+            .map_err(|_| format!("{file}: not a token; expected one line of text"))?;
         value.set_sensitive(true);
         Ok(value)
     }
@@ -173,13 +172,15 @@ fn read_chain(created: &Created) -> Result<(Chain, Chain), String> {
     let Some((roots, chain @ [_, ..])) = created.chain.split_last() else {
         let count = created.chain.len();
         return Err(format!(
-            "the control plane gave {count} certificates, and no root"
+            "the control plane sent {count} certificates; expected the certificate and then the roots"
         ));
     };
     let read = |pem: &String| {
         CertificateDer::pem_slice_iter(pem.as_bytes())
             .collect::<Result<Chain, _>>()
-            .map_err(|error| format!("the control plane gave no certificate in PEM: {error}"))
+            .map_err(|error| {
+                format!("the control plane sent a certificate that is not PEM: {error}")
+            })
     };
     let chain: Result<Vec<Chain>, String> = chain.iter().map(read).collect();
     Ok((chain?.concat(), read(roots)?))

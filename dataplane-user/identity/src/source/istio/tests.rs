@@ -1,6 +1,6 @@
-//! A certificate authority as istiod's, in this process: real TLS and HTTP/2. The real one judges in `cargo xtask judges`.
+//! A certificate authority like istiod's, in this process, with real TLS and HTTP/2. `cargo xtask judges` runs the real istiod.
 
-use std::sync::Mutex;
+use std::{fs, sync::Mutex};
 
 use http::{HeaderMap, Request, Response};
 use prost::{Message as _, bytes::Bytes};
@@ -26,15 +26,15 @@ fn provider() -> CryptoProvider {
     rustls::crypto::ring::default_provider()
 }
 
-/// What the authority does with a request.
+/// The authority's reaction to a request.
 #[derive(Clone, Copy, PartialEq)]
 enum Does {
     Sign,
-    /// Signs another name than the one asked for.
+    /// Signs another name than the requested one.
     SignOther,
-    /// Gives the certificate without a root.
+    /// Sends the certificate without a root.
     NoRoot,
-    /// Refuses in the headers, as gRPC does when there is no message.
+    /// Refuses in the headers, as gRPC does for an answer without a message.
     Refuse,
     /// Refuses after an empty body.
     RefuseLate,
@@ -47,7 +47,7 @@ enum Does {
 struct Istiod {
     authority: Authority,
     does: Does,
-    /// What the requests had: authorization, cluster, path, and what was asked for.
+    /// The requests: authorization, cluster, path, and message.
     seen: Mutex<Vec<(String, String, String, CreateCertificate)>>,
 }
 
@@ -90,7 +90,7 @@ async fn start(does: Does) -> (TempDir, IstioCa, Arc<Istiod>) {
         let acceptor = TlsAcceptor::from(Arc::new(config));
         loop {
             let (stream, _) = listener.accept().await.unwrap();
-            // A client that does not trust us.
+            // The client does not trust this authority.
             let Ok(stream) = acceptor.accept(stream).await else {
                 continue;
             };

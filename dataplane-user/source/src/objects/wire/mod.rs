@@ -278,7 +278,7 @@ pub struct PodSpec {
 }
 
 impl PodSpec {
-    /// The service account; `default` if the Pod names none.
+    /// Returns the service account: `default` if the Pod names none.
     pub fn account(&self) -> &str {
         let account = self.service_account_name.as_deref().unwrap_or_default();
         if account.is_empty() {
