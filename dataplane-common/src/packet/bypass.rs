@@ -38,3 +38,31 @@ impl Bypass {
 }
 
 const _: () = assert!(size_of::<Bypass>() == 16);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ages_are_counted_in_units_that_wrap() {
+        for (since, now, is_recent, is_live) in [
+            (7, 7, true, true),
+            (7, 8, true, true),
+            (7, 9, false, true),
+            (7, 262, false, true),
+            (7, 263, false, false),
+            (u32::MAX, 0, true, true),
+            (u32::MAX, 1, false, true),
+            (u32::MAX, 255, false, false),
+        ] {
+            let bypass = Bypass {
+                interfaces: [1, 2],
+                since,
+                shown_by: Port::ANY,
+                reserved: 0,
+            };
+            assert_eq!(bypass.is_recent(now), is_recent, "{since} {now}");
+            assert_eq!(Bypass::is_live(since, now), is_live, "{since} {now}");
+        }
+    }
+}

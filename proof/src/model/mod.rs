@@ -9,6 +9,7 @@
 mod begin;
 pub mod deliver;
 pub mod flows;
+mod ports;
 pub mod read;
 pub mod room;
 pub mod sequences;

@@ -19,6 +19,9 @@ pub const TCP: u16 = 7;
 pub const UDP: u16 = 53;
 pub const HTTP: u16 = 80;
 
+/// The arguments by which the agent knows the lab's pods by their addresses.
+pub const POD_CIDRS: [&str; 2] = ["--pod-cidr", "10.244.0.0/16,fd00:10:244::/48"];
+
 /// A lab whose node2 runs the dataplane. The fields are dropped in this order.
 pub struct Cluster {
     pub agent: Agent,

@@ -213,6 +213,8 @@ const ALL: &[&[Scenario]] = &[
     capture::TUNNELS,
     netfilter::SCENARIOS,
     kernel::SCENARIOS,
+    kernel::PROGRAMS,
+    kernel::TABLES,
     kubernetes::SCENARIOS,
     announced::SCENARIOS,
     features::SCENARIOS,

@@ -21,7 +21,7 @@ use nix::sys::socket::{
 };
 
 use crate::{
-    cluster::{Cluster, TCP, UDP, eventually},
+    cluster::{Cluster, POD_CIDRS, TCP, UDP, eventually},
     crafted::{OUTSIDE, ip, packet},
     explain::packet_reason,
     features::on,
@@ -60,12 +60,11 @@ fn services(lab: &Lab) -> Vec<Service> {
 }
 
 fn cluster() -> Result<Cluster> {
-    let arguments = ["--pod-cidr", "10.244.0.0/16,fd00:10:244::/48"];
     Cluster::start_in(
         Cluster::lab_of_packets()?,
         &["near", "far"],
         services,
-        &arguments,
+        &POD_CIDRS,
     )
 }
 

@@ -93,8 +93,8 @@ const CORE: &str = "machine verifier features neighbours fuzz \
                     ipsec::a_tunnel_encrypts_services_through_the_stack \
                     kernel::a_second_agent_adopts_what_the_first_wrote \
                     kernel::another_cgroup_is_attached_to_anew \
-                    kernel::tables_grow_and_keep_what_they_hold \
-                    kernel::what_is_kept_for_a_socket_goes_with_it \
+                    kernel::tables::tables_grow_and_keep_what_they_hold \
+                    kernel::programs::what_is_kept_for_a_socket_goes_with_it \
                     services::tcp_reaches_every_endpoint_and_the_peer_is_the_vip \
                     services::udp_replies_come_from_the_vip \
                     services::what_cannot_be_served_is_refused_at_once";

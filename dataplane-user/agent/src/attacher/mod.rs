@@ -110,15 +110,6 @@ impl Attacher {
         jobs: Sender<Job>,
         todo: Receiver<Job>,
     ) -> io::Result<Self> {
-        let Inputs {
-            kernel,
-            state,
-            health,
-            packet,
-            mesh,
-            before,
-            turn,
-        } = means;
         let now = Instant::now();
         let offered = jobs.clone();
         let offers = Offers::new(move |outcome| {
@@ -127,14 +118,14 @@ impl Attacher {
         });
         let told = deaths(&events);
         let mut worker = Worker {
-            path: Path::new(packet.path, packet.bypass, now),
-            kernel,
-            state,
-            health,
-            packet,
-            mesh,
-            before,
-            turn,
+            path: Path::new(means.packet.path, means.packet.bypass, now),
+            kernel: means.kernel,
+            state: means.state,
+            health: means.health,
+            packet: means.packet,
+            mesh: means.mesh,
+            before: means.before,
+            turn: means.turn,
             offers,
             events,
             snapshot: None,

@@ -16,7 +16,7 @@ use dataplane_tests::{Agent, Host, Lab, Process, emulated, report::LoadReport};
 use kernel::namespaces;
 use serde_json::{Value, json};
 
-use super::{World, many::number, mesh, pod};
+use super::{World, list, many::number, mesh, pod};
 use crate::{
     cluster::{eventually, reaches, refused, serve, verdicts},
     manifest::Manifests,
@@ -99,8 +99,7 @@ fn pods_that_start_before_the_agent_connect_only_through_the_proxy() -> Result<(
     let all: Vec<Value> = captured
         .chain([object("free", "none", "10.244.1.253")])
         .collect();
-    let list = json!({ "apiVersion": "v1", "kind": "List", "items": all });
-    fs::write(&pods, list.to_string())?;
+    fs::write(&pods, list(&all).to_string())?;
     let mesh = json!({ "rules": { "mode": "proxy" }, "proxy": { "accessLog": "off" } });
     fs::write(&config, json!({ "mesh": mesh }).to_string())?;
     let mut agent = lab

@@ -19,8 +19,9 @@ use serde_json::{Value, json};
 use super::{
     World,
     explain::explain,
+    list,
     many::number,
-    pod,
+    pod_of,
     trouble::{LOOKS, disturb, free_files, status},
 };
 use crate::{
@@ -46,17 +47,9 @@ scenarios! {
 const STRANGER: &str = "192.0.2.1:80";
 const STRANGER6: &str = "[2001:db8::1]:80";
 
-/// A pod of this host's name and addresses, as Kubernetes has it.
+/// A captured Pod of this host's name and addresses.
 fn object(of: &Host, annotations: Value) -> Value {
-    let mut object = pod("ambient", annotations);
-    object["metadata"]["name"] = of.name().into();
-    let ips = of.addresses().map(|ip| json!({ "ip": ip }));
-    object["status"]["podIPs"] = json!(ips);
-    object
-}
-
-fn list(objects: &[Value]) -> Value {
-    json!({ "apiVersion": "v1", "kind": "List", "items": objects })
+    pod_of(of, "ambient", annotations)
 }
 
 /// Runs the agent with these pods.

@@ -7,6 +7,7 @@ use dataplane_tests::{Agent, Host, Lab, Process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use super::pod_of;
 use crate::{
     cluster::{ask, eventually, lived, reaches, serve},
     manifest::{Manifests, Service},
@@ -36,22 +37,16 @@ struct World {
 }
 
 fn object(of: &Host, node: &str, is_captured: bool) -> Value {
-    let name = of.name();
-    let mut metadata = json!({ "name": name, "namespace": "default" });
-    if is_captured {
-        metadata["labels"] = json!({ "istio.io/dataplane-mode": "ambient" });
-        metadata["annotations"] = json!({ "ambient.istio.io/redirection": "enabled" });
-    }
-    json!({
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": metadata,
-        "spec": { "nodeName": node, "serviceAccountName": name, "containers": [] },
-        "status": {
-            "phase": "Running",
-            "podIPs": of.addresses().map(|ip| json!({ "ip": ip })),
-        },
-    })
+    let (mode, annotations) = if is_captured {
+        let speaks_hbone = json!({ "ambient.istio.io/redirection": "enabled" });
+        ("ambient", speaks_hbone)
+    } else {
+        ("none", json!({}))
+    };
+    let mut object = pod_of(of, mode, annotations);
+    object["spec"]["nodeName"] = node.into();
+    object["spec"]["serviceAccountName"] = of.name().into();
+    object
 }
 
 impl World {

@@ -104,7 +104,7 @@ impl Settings {
                     .into(),
                 ..Cluster::default()
             },
-            arguments: vec!["--pod-cidr", "10.244.0.0/16,fd00:10:244::/48"],
+            arguments: cluster::POD_CIDRS.to_vec(),
             ..Self::default()
         }
     }

@@ -16,8 +16,9 @@ use dataplane_tests::{
 };
 use kernel::PacketTables;
 
+use super::{PLUGIN, takes};
 use crate::{
-    cluster::{Cluster, TCP, UDP, eventually},
+    cluster::{Cluster, POD_CIDRS, TCP, UDP, eventually},
     flows::sender,
     iptables::load,
     manifest::Service,
@@ -34,11 +35,6 @@ scenarios! {
 /// A policy for others: it knows the flows that pass it.
 const POLICY: &str = "table inet enforcer { chain forward { type filter hook forward priority filter; policy accept;\n\
     ct state invalid drop\nct state established,related accept\nip saddr 203.0.113.99 drop\n}\n}";
-
-/// The rule of a network plug-in for packets of pods that leave the cluster. With it, the kernel's conntrack is always on.
-const PLUGIN: &str = "table inet plugin { chain post { type nat hook postrouting priority srcnat; policy accept;\n\
-    ip saddr 10.244.0.0/16 ip daddr != 10.244.0.0/16 masquerade\n\
-    ip6 saddr fd00:10:244::/48 ip6 daddr != fd00:10:244::/48 masquerade\n}\n}";
 
 /// The words of the agent's log about a change of the path.
 const STACK: &str = "packets of services go through the stack";
@@ -137,7 +133,7 @@ fn exchange(stream: &TcpStream, stop: &AtomicBool) -> Result<u32> {
 fn add_and_remove(cluster: &Cluster, times: usize) -> Result<()> {
     let node = cluster.lab.node("node2");
     let count = |words: &str| cluster.agent.log().matches(words).count();
-    super::takes(&cluster.agent, "fast")?;
+    takes(&cluster.agent, "fast")?;
     let before = [count(STACK), count(FAST)];
     for number in 1..=times {
         load(node, "nft -f -", POLICY)?;
@@ -168,12 +164,11 @@ fn add_and_remove(cluster: &Cluster, times: usize) -> Result<()> {
 
 fn change(plugin: Option<&str>) -> Result<()> {
     let times = if is_long() { 100 } else { 20 };
-    let arguments = ["--pod-cidr", "10.244.0.0/16,fd00:10:244::/48"];
     let lab = Cluster::lab_of_packets()?;
     if let Some(rules) = plugin {
         load(lab.node("node2"), "nft -f -", rules)?;
     }
-    let cluster = Cluster::start_in(lab, &["far", "near"], services, &arguments)?;
+    let cluster = Cluster::start_in(lab, &["far", "near"], services, &POD_CIDRS)?;
     let lab = &cluster.lab;
     let host = |name: &str| match name {
         "ext" => lab.external(name),
@@ -246,8 +241,7 @@ fn all_answered(datagrams: Process) -> Result<()> {
 
 fn programs_look_for_flows_in_the_stack_until_the_last_is_over() -> Result<()> {
     let lab = Cluster::lab_of_packets()?;
-    let arguments = ["--pod-cidr", "10.244.0.0/16,fd00:10:244::/48"];
-    let cluster = Cluster::start_in(lab, &["far", "near"], services, &arguments)?;
+    let cluster = Cluster::start_in(lab, &["far", "near"], services, &POD_CIDRS)?;
     let (lab, agent) = (&cluster.lab, &cluster.agent);
     let node = lab.node("node2");
     let is = |wanted: u32| -> Result<()> {
@@ -255,16 +249,16 @@ fn programs_look_for_flows_in_the_stack_until_the_last_is_over() -> Result<()> {
         ensure!(flags == wanted, "flags {flags:#x}, not {wanted:#x}");
         Ok(())
     };
-    super::takes(agent, "fast")?;
+    takes(agent, "fast")?;
     eventually(|| is(0))?;
     load(node, "nft -f -", POLICY)?;
-    super::takes(agent, "stack")?;
+    takes(agent, "stack")?;
     is(PacketConfig::STACK)?;
     let datagrams = sender(lab.external("ext"), (node.ipv4(), 30_050).into())?;
     node.command("nft")
         .arg("delete table inet enforcer")
         .run()?;
-    super::takes(agent, "fast")?;
+    takes(agent, "fast")?;
     // Longer than the agent rests between two walks through all flows.
     thread::sleep(Duration::from_secs(12));
     is(PacketConfig::STACK_OUT)?;

@@ -29,6 +29,12 @@ use crate::{
     manifest::Service,
 };
 
+/// The rules of a network plug-in: packets of pods that leave the cluster are masqueraded. With these rules, the kernel's
+/// conntrack is always on.
+pub const PLUGIN: &str = "table inet plugin { chain post { type nat hook postrouting priority srcnat; policy accept;\n\
+    ip saddr 10.244.0.0/16 ip daddr != 10.244.0.0/16 masquerade\n\
+    ip6 saddr fd00:10:244::/48 ip6 daddr != fd00:10:244::/48 masquerade\n}\n}";
+
 const fn numbered(name: &'static str, number: u8) -> Numbered {
     Numbered { name, number }
 }
