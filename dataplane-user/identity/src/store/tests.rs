@@ -369,7 +369,7 @@ async fn a_name_leads_nowhere_else() {
     let store = Store::with_clock(source, TrustFiles::default(), provider(), Arc::new(now));
     store.want(&[identity.clone()].into());
     let error = store.credential(&identity).await.unwrap_err();
-    assert!(error.cause.contains("leading dot"), "{error}");
+    assert!(error.cause.contains("begins with a dot"), "{error}");
 }
 
 #[tokio::test]

@@ -224,7 +224,7 @@ async fn refusals_say_what_the_control_plane_needs() {
                 "source presented spiffe://cluster.local/ns/shop/sa/other, expected spiffe://cluster.local/ns/shop/sa/web",
             ],
         ),
-        (Does::NoRoot, &["no root"]),
+        (Does::NoRoot, &["sent 1 certificates", "then the roots"]),
         (Does::Status, &["HTTP status 503"]),
         (Does::Close, &["127.0.0.1:"]),
     ] {
