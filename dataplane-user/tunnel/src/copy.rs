@@ -30,11 +30,8 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
-use super::{FRAME, tunnel::Lease};
+use super::{LARGE, tunnel::Lease};
 
-/// The maximum size of a read from a socket, and of the bytes that wait in the library for the tunnel's socket: whole
-/// frames.
-pub const LARGE: usize = 4 * FRAME as usize;
 /// The size of the first read from a socket. The size doubles while reads fill it.
 const SMALL: usize = 16 << 10;
 /// Reads up to this size are copied, so that a few bytes do not keep the shared buffer alive.

@@ -1,11 +1,11 @@
 //! HBONE: connections between workloads in streams of HTTP/2 CONNECT, over TLS that authenticates both by identity.
 //!
-//! [`Tunnels`] has the threads. A connection of a workload runs on one of them ([`Tunnels::outbound`]), which makes a
+//! `Tunnels` has the threads. A connection of a workload runs on one of them (`Tunnels::outbound`), which makes a
 //! stream in a pooled tunnel to the destination. The tunnels to a workload come in at a listening socket of port 15008, and
-//! all threads serve them ([`Tunnels::listen`]). An [`Inbound`] chooses the destination of each stream. The [`Engine`] is
+//! all threads serve them (`Tunnels::listen`). An `Inbound` chooses the destination of each stream. The [`Engine`] is
 //! the interface to the proxy.
 //!
-//! [`Tunnels`] opens no sockets: its callers pass sockets, which may be of any network namespace.
+//! `Tunnels` opens no sockets: its callers pass sockets, which may be of any network namespace.
 
 #![forbid(unsafe_code)]
 
@@ -18,7 +18,7 @@ macro_rules! limited {
             .initial_connection_window_size(crate::TUNNEL_WINDOW)
             .max_frame_size(crate::FRAME)
             .max_header_list_size(crate::HEADERS)
-            .max_send_buffer_size(crate::copy::LARGE)
+            .max_send_buffer_size(crate::LARGE)
             .data_frame_budget(crate::SMALL_FRAMES)
             .max_concurrent_streams(crate::STREAMS)
     };
@@ -111,6 +111,9 @@ const TUNNEL_WINDOW: u32 = WINDOW * STREAMS;
 /// The maximum size of a frame in bytes: with its header it fills four TLS records. Larger frames would delay other
 /// streams.
 const FRAME: u32 = (64 << 10) - 9;
+/// The maximum size of a read from a socket, and of the bytes that wait in the library for the tunnel's socket: whole
+/// frames.
+const LARGE: usize = 4 * FRAME as usize;
 /// The size of a read from a tunnel's socket in bytes; TLS alone reads 4 KiB at a time. The kernel provides the buffer's
 /// memory as reads fill it.
 const READ: usize = 64 << 10;

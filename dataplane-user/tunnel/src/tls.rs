@@ -30,7 +30,7 @@ use rustls::{
 };
 use tokio::sync::watch;
 
-use super::{copy::LARGE, error::Error};
+use super::{LARGE, error::Error};
 
 /// The protocol that both sides must choose.
 const H2: &[u8] = b"h2";
