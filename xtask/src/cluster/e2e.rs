@@ -15,7 +15,7 @@ use super::{
     Cluster, Size,
     agent::{self, Wanted},
     images::{self, Image},
-    kube_proxy,
+    kube_proxy, kube_router,
     place::{self, CONTROL, in_netns},
     programs::{Programs, VARIABLE},
 };
@@ -25,11 +25,12 @@ use crate::{
     workspace,
 };
 
-/// Parts of the names of tests that cannot run here, or that are not about services: NetworkPolicy and Ingress, which
+/// Part of the names of tests of NetworkPolicies, which another program implements.
+const POLICIES: &str = "Netpol";
+/// Parts of the names of tests that cannot run here, or that are not about services: Ingress, which
 /// other programs implement; load balancers of a cloud; SCTP, which this kernel does not have; the Internet; ssh to
 /// nodes; CoreDNS's ConfigMap; measurements.
-const LEFT_OUT: [&str; 12] = [
-    "Netpol",
+const LEFT_OUT: [&str; 11] = [
     "LoadBalancer",
     "Ingress",
     "SCTP",
@@ -58,6 +59,9 @@ pub struct Arguments {
     /// The program that serves services
     #[arg(long, value_enum, default_value_t = Proxy::Dataplane)]
     with: Proxy,
+    /// Run kube-router's firewall on the nodes, too, and the specs of NetworkPolicies. Without this, they are left out
+    #[arg(long)]
+    policies: bool,
     /// How many processes share the specs
     #[arg(long, default_value_t = 3)]
     jobs: usize,
@@ -140,10 +144,15 @@ pub fn main(arguments: &Arguments, programs: &Programs, no_install: bool) -> Res
     if arguments.list {
         // This only lists the tests and does not contact a cluster.
         let mut dry = Command::new(programs.kubernetes("e2e.test"));
-        for spec in select(&mut dry, &results, &arguments.focus)? {
+        for spec in select(&mut dry, &results, arguments)? {
             println!("{}", spec.name);
         }
         return Ok(ExitCode::SUCCESS);
+    }
+    if arguments.policies
+        && let Some(why) = kube_router::missing()
+    {
+        bail!("{why}");
     }
     let archives = archives(programs)?;
     let size = Size {
@@ -151,20 +160,24 @@ pub fn main(arguments: &Arguments, programs: &Programs, no_install: bool) -> Res
         portmap: !arguments.no_portmap,
     };
     let cluster = Cluster::make_with(programs, size, no_install, &archives)?;
-    let specs = select(&mut tests(programs), &results, &arguments.focus)?;
+    let specs = select(&mut tests(programs), &results, arguments)?;
     ensure!(
         !specs.is_empty(),
         "no spec's name contains {:?}",
         arguments.focus
     );
     let proxies = serve(&cluster, arguments.with)?;
+    let of_policies = cluster.nodes.iter().filter(|_| arguments.policies);
+    let firewalls: Vec<_> = of_policies
+        .map(|node| kube_router::Process::start(*node))
+        .collect::<Result<_>>()?;
     note(&format!(
         "{} specs with {name}, in {} processes",
         specs.len(),
         arguments.jobs
     ));
     let outcomes = run(programs, &results, &specs, arguments.jobs)?;
-    drop(proxies);
+    drop((firewalls, proxies));
     let failed = report(name, &specs, &outcomes);
     note(&format!("logs and JUnit files: {}", results.display()));
     if arguments.keep {
@@ -214,7 +227,7 @@ fn common(command: &mut Command) -> &mut Command {
 }
 
 /// Returns the specs to run.
-fn select(tests: &mut Command, results: &Path, focus: &str) -> Result<Vec<Spec>> {
+fn select(tests: &mut Command, results: &Path, arguments: &Arguments) -> Result<Vec<Spec>> {
     let file = results.join("dry.json");
     common(tests)
         .args(["--ginkgo.dry-run", r"--ginkgo.focus=\[sig-network\]"])
@@ -230,14 +243,15 @@ fn select(tests: &mut Command, results: &Path, focus: &str) -> Result<Vec<Spec>>
             let serial = report["IsSerial"] == true || name.contains("[Serial]");
             Spec { name, serial }
         })
-        .filter(|spec| wanted(&spec.name, focus))
+        .filter(|spec| wanted(&spec.name, &arguments.focus, arguments.policies))
         .collect();
     specs.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(specs)
 }
 
-fn wanted(name: &str, focus: &str) -> bool {
+fn wanted(name: &str, focus: &str, policies: bool) -> bool {
     name.contains(SUITE)
+        && (policies || !name.contains(POLICIES))
         && LEFT_OUT.iter().all(|part| !name.contains(part))
         && focus.split('|').any(|part| name.contains(part))
 }
@@ -550,11 +564,12 @@ mod tests_of_names {
     #[test]
     fn specs_are_chosen_by_name() {
         let hairpin = "[sig-network] Services should allow hairpin";
-        assert!(wanted(hairpin, ""));
-        assert!(wanted(hairpin, "affinity|hairpin"));
-        assert!(!wanted(hairpin, "affinity"));
-        assert!(!wanted("[sig-network] Netpol should", ""));
-        assert!(!wanted("[sig-node] Pods should", ""));
+        assert!(wanted(hairpin, "", false));
+        assert!(wanted(hairpin, "affinity|hairpin", false));
+        assert!(!wanted(hairpin, "affinity", false));
+        assert!(!wanted("[sig-network] Netpol should", "", false));
+        assert!(wanted("[sig-network] Netpol should", "", true));
+        assert!(!wanted("[sig-node] Pods should", "", true));
     }
 
     #[test]
