@@ -49,7 +49,7 @@ const SETS: &[Set] = &[
             "istioctl/cmd/istioctl",
             "./workloads",
         ],
-        judges: "Istio's objects: istiod is pilot-discovery; `cargo xtask cluster istiod` compares",
+        judges: "Istio's objects and policies, and its authority; istiod is pilot-discovery: `cargo xtask cluster istiod`",
         needs: "etcd, and kube-apiserver, kube-controller-manager and kubectl of kubernetes-1.36 to run",
     },
     Set {

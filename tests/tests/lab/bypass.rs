@@ -24,6 +24,7 @@ scenarios! {
     flows_between_pods_leave_no_trace_in_the_kernels_conntrack,
     rules_of_nat_hold,
     connections_to_host_ports_of_others_are_translated_back,
+    pods_that_rules_exchange_stay_exchanged,
     errors_come_from_the_stack,
     rules_that_only_count_see_all_packets,
     the_switch_is_off,
@@ -150,6 +151,34 @@ fn connections_to_host_ports_of_others_are_translated_back() -> Result<()> {
             reaches(sleep, to, "connect --count 20", &["near"])?;
         }
         thread::sleep(Duration::from_millis(500));
+    }
+    Ok(())
+}
+
+/// Rules of others that exchange two pods: a packet that leaves the stack for one of them was sent to the other.
+fn pods_that_rules_exchange_stay_exchanged() -> Result<()> {
+    let cluster = start(&[])?;
+    let lab = &cluster.lab;
+    let (sleep, near, far) = (lab.pod("sleep"), lab.pod("near"), lab.pod("far"));
+    let rule = |from: &Host, to: &Host| {
+        format!(
+            "add rule inet exchange pre ip daddr {} tcp dport {TCP} dnat ip to {}\n",
+            from.ipv4(),
+            to.ipv4()
+        )
+    };
+    let rules = format!(
+        "add table inet exchange\n\
+         add chain inet exchange pre {{ type nat hook prerouting priority dstnat; }}\n{}{}",
+        rule(near, far),
+        rule(far, near)
+    );
+    load(lab.node("node2"), "nft -f -", &rules)?;
+    for _ in 0..20 {
+        for (to, reached) in [(near, "far"), (far, "near")] {
+            let to = SocketAddr::new(address(to, true), TCP).to_string();
+            reaches(sleep, &to, "connect --count 5", &[reached])?;
+        }
     }
     Ok(())
 }

@@ -298,12 +298,13 @@ fn slices() -> Vec<String> {
     arguments
 }
 
-/// istiod as it serves ztunnels, without the parts that need certificates, webhooks or other replicas.
+/// istiod as it serves ztunnels, without the parts that need webhooks or other replicas.
 const ISTIOD: &[(&str, &str)] = &[
     ("PILOT_ENABLE_AMBIENT", "true"),
+    ("AMBIENT_ENABLE_DRY_RUN_AUTHORIZATION_POLICY", "true"),
     ("PILOT_ENABLE_IP_AUTOALLOCATE", "true"),
     ("ENABLE_LEADER_ELECTION", "false"),
-    ("ENABLE_CA_SERVER", "false"),
+    ("CA_TRUSTED_NODE_ACCOUNTS", "istio-system/dataplane"),
     ("VALIDATION_WEBHOOK_CONFIG_NAME", ""),
     ("INJECTION_WEBHOOK_CONFIG_NAME", ""),
     ("POD_NAMESPACE", "istio-system"),
@@ -318,7 +319,7 @@ fn istiod() -> Vec<String> {
         "--httpAddr=127.0.0.1:8080".into(),
         "--monitoringAddr=127.0.0.1:15014".into(),
         "--httpsAddr=".into(),
-        "--secureGRPCAddr=".into(),
+        "--secureGRPCAddr=127.0.0.1:15012".into(),
     ]
 }
 

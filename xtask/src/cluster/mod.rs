@@ -93,7 +93,7 @@ enum Command {
     Run(Run),
     /// Run Kubernetes' own tests of its network ([sig-network])
     E2e(e2e::Arguments),
-    /// Compare the plan with the messages of Istio's own control plane to a ztunnel about the same objects
+    /// Compare the plan and the policies with the messages of Istio's own control plane to a ztunnel about the same objects
     Istiod,
     /// Run kubectl as the cluster's administrator
     Kubectl {

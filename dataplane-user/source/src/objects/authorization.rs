@@ -211,17 +211,29 @@ fn condition(given: &Value, path: String, layer_7: &mut BTreeSet<String>) -> Res
     Ok(found)
 }
 
-fn port(text: &str) -> Result<u16, String> {
-    let wrong = |_| format!("{text:?} is not a port; expected a number from 0 to 65535");
-    text.parse().map_err(wrong)
+/// Reads a port. Unlike Rust, Istio takes no sign.
+pub(super) fn port(text: &str) -> Result<u16, String> {
+    let port = text.parse().ok().filter(|_| !text.starts_with('+'));
+    port.ok_or_else(|| format!("{text:?} is not a port; expected a number from 0 to 65535"))
 }
 
-/// Reads an address or a range. Unlike Kubernetes, Istio takes no leading zeros.
+/// Reads an address or a range. Unlike Kubernetes and the crate `ipnet`, Istio takes no leading zeros.
 fn range(text: &str) -> Result<IpNet, String> {
-    let single = || text.parse().map(|ip: IpAddr| IpNet::from(ip)).ok();
-    let range = text.parse().ok().or_else(single);
+    let (address, length) = match text.split_once('/') {
+        Some((address, length)) => (address, Some(length)),
+        None => (text, None),
+    };
+    let read = || {
+        let address: IpAddr = address.parse().ok()?;
+        let Some(length) = length else {
+            return Some(IpNet::from(address));
+        };
+        let is_plain = length == "0" || !length.starts_with(['0', '+']);
+        let length = length.parse().ok().filter(|_| is_plain)?;
+        IpNet::new(address, length).ok()
+    };
     let is_mapped = |range: &IpNet| range.addr() != range.addr().to_canonical();
-    range.filter(|range| !is_mapped(range)).ok_or_else(|| {
+    read().filter(|range| !is_mapped(range)).ok_or_else(|| {
         format!("{text:?} is not an address or range; expected one like 10.0.0.0/8 or fd00::1")
     })
 }
@@ -305,12 +317,16 @@ mod tests {
             {"from": [{"source": {"ipBlocks": "10.0.0.1"}}]} => spec.rules[0].from[0].source.ipBlocks
             {"from": [{"source": {"ipBlocks": ["10.0.0.1", "10.0.0.0/33"]}}]} => spec.rules[0].from[0].source.ipBlocks[1]
             {"from": [{"source": {"notIpBlocks": ["010.0.0.1"]}}]} => spec.rules[0].from[0].source.notIpBlocks[0]
+            {"from": [{"source": {"ipBlocks": ["010.0.0.0/8"]}}]} => spec.rules[0].from[0].source.ipBlocks[0]
+            {"from": [{"source": {"ipBlocks": ["10.0.0.0/08"]}}]} => spec.rules[0].from[0].source.ipBlocks[0]
+            {"from": [{"source": {"ipBlocks": ["10.0.0.0/+8"]}}]} => spec.rules[0].from[0].source.ipBlocks[0]
             {"from": [{"source": {"ipBlocks": ["::ffff:10.0.0.1"]}}]} => spec.rules[0].from[0].source.ipBlocks[0]
             {"from": [{"source": {"principals": [""]}}]} => spec.rules[0].from[0].source.principals[0]
             {"from": [{"source": {"namespaces": [5]}}]} => spec.rules[0].from[0].source.namespaces[0]
             {"from": [{"source": {"serviceAccounts": ["a/b/c"]}}]} => spec.rules[0].from[0].source.serviceAccounts[0]
             {"from": [{"source": {"serviceAccounts": ["shop/*"]}}]} => spec.rules[0].from[0].source.serviceAccounts[0]
             {"to": [{"operation": {"ports": ["80", "65536"]}}]} => spec.rules[0].to[0].operation.ports[1]
+            {"to": [{"operation": {"ports": ["+80"]}}]} => spec.rules[0].to[0].operation.ports[0]
             {"to": [{"operation": {"ports": [80]}}]} => spec.rules[0].to[0].operation.ports[0]
             {"to": [{"operation": {"notPorts": ["http"]}}]} => spec.rules[0].to[0].operation.notPorts[0]
             {"when": [{"key": "source.ip"}]} => spec.rules[0].when[0]

@@ -165,7 +165,7 @@ fn modes(spec: &IstioPolicySpec) -> Result<(Option<bool>, BTreeMap<u16, bool>), 
     let given = read(spec.port_level_mtls.as_ref(), path)?;
     let mut ports = BTreeMap::new();
     for (port, of) in given.into_iter().flatten() {
-        let port = port.parse().map_err(|_| path)?;
+        let port = authorization::port(port).map_err(|_| path)?;
         ports.extend(strict(of, path)?.map(|is_strict| (port, is_strict)));
     }
     if ports.len() > PARTS_MAX {
@@ -317,6 +317,7 @@ mod tests {
             {"mtls": {"mod": "PERMISSIVE"}} => strict {} spec.mtls.mode
             {"portLevelMtls": 5} => strict {} spec.portLevelMtls
             {"portLevelMtls": {"x": {"mode": "DISABLE"}}} => strict {} spec.portLevelMtls
+            {"portLevelMtls": {"+80": {"mode": "DISABLE"}}} => strict {} spec.portLevelMtls
             {"mtls": {"mode": "STRICT"}, "selector": 5} => strict {?} spec.selector"#,
         );
         let ports = (1..70).map(|port| (port.to_string(), json!({ "mode": "DISABLE" })));

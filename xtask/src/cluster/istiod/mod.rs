@@ -1,12 +1,15 @@
 //! Compares the plan with Istio's own control plane. istiod and the dataplane read the same objects of one API server,
-//! and istiod's messages to a ztunnel are compared with `dataplane plan` and `dataplane dns query`. Then an agent runs
-//! beside istiod, which gives new hosts addresses.
+//! and istiod's messages to a ztunnel are compared with `dataplane plan` and `dataplane dns query`. Its messages about
+//! policies must be those with which the tests compare decisions. Its authority certifies keys of the agent's client. Then an
+//! agent runs beside istiod, which gives new hosts addresses.
 
+mod authority;
 mod compare;
 mod known;
 mod live;
 mod objects;
 mod ours;
+mod policies;
 mod theirs;
 
 use std::{
@@ -171,6 +174,8 @@ fn run(cluster: &Cluster, kept: &Path) -> Result<ExitCode> {
     let (report, well) = compare::judge(&told.meaning(&objects)?, &ours);
     anstream::print!("{report}");
     fs::write(kept.join("report.txt"), report)?;
+    let well = policies::judge(cluster, kept)? && well;
+    authority::judge(cluster)?;
     live::keep_addresses(cluster, kept)?;
     Ok(if well {
         ExitCode::SUCCESS

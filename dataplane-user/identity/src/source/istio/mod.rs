@@ -24,8 +24,9 @@ use super::{
 
 const METHOD: &str = "/istio.v1.auth.IstioCertificateService/CreateCertificate";
 /// The remedy for a refusal.
-const HINT: &str = "; istiod must have the agent's NAMESPACE/SERVICEACCOUNT in CA_TRUSTED_NODE_ACCOUNTS, the token must have the audience \
-     istio-ca, and a Pod of the account must run on the agent's node";
+const HINT: &str = "; istiod must have the agent's NAMESPACE/SERVICEACCOUNT in CA_TRUSTED_NODE_ACCOUNTS and know the cluster by its \
+     name here, the token must be of the agent's Pod and have the audience istio-ca, and a Pod of the account must run on \
+     the agent's node";
 
 /// How to reach Istio's certificate authority.
 #[derive(Clone, Debug)]

@@ -1,6 +1,7 @@
-//! A certificate authority like istiod's, in this process, with real TLS and HTTP/2. `cargo xtask judges` runs the real istiod.
+//! A certificate authority like istiod's, in this process, with real TLS and HTTP/2. `cargo xtask cluster istiod` runs the last
+//! test beside the real istiod.
 
-use std::{fs, sync::Mutex};
+use std::{env, fs, sync::Mutex, time::SystemTime};
 
 use http::{HeaderMap, Request, Response};
 use prost::{Message as _, bytes::Bytes};
@@ -251,4 +252,40 @@ async fn the_authority_is_verified() {
     let error = issue(&ca).await.unwrap_err();
     assert!(error.contains("nothing: "), "{error}");
     assert!(istiod.seen.lock().unwrap().is_empty());
+}
+
+/// `DATAPLANE_ISTIO_CA` is a directory of the authority's root, tokens and `cases`, one a line: a token's file, the cluster, an
+/// identity, and after `=` a part of the refusal, or `signed`.
+#[tokio::test]
+async fn the_real_istiod_signs_and_refuses() {
+    let Some(directory) = env::var_os("DATAPLANE_ISTIO_CA").map(PathBuf::from) else {
+        println!("skipped: `cargo xtask cluster istiod` runs this test beside an istiod");
+        return;
+    };
+    let cases = fs::read_to_string(directory.join("cases")).unwrap();
+    for case in cases.lines() {
+        let (asked, wanted) = case.split_once(" = ").unwrap();
+        let [token, cluster, identity] = *asked.split(' ').collect::<Vec<_>>() else {
+            panic!("{case}");
+        };
+        let ca = IstioCa {
+            address: "127.0.0.1:15012".to_owned(),
+            server_name: Some("istiod.istio-system.svc".to_owned()),
+            roots: directory.join("root.crt"),
+            token: directory.join(token),
+            cluster: cluster.to_owned(),
+            lifetime: 24 * HOUR,
+        };
+        let identity: Identity = identity.parse().unwrap();
+        let issued = ca.issue(&identity, &provider()).await;
+        let now = SystemTime::now();
+        let credential =
+            issued.and_then(|issued| Credential::verify(&identity, issued, now, &provider()));
+        match (credential, wanted) {
+            (Ok(credential), "signed") => assert_eq!(credential.identity, identity, "{case}"),
+            (Ok(_), _) => panic!("{case}: signed"),
+            (Err(error), _) => assert!(error.contains(wanted), "{case}: {error}"),
+        }
+    }
+    println!("{} requests", cases.lines().count());
 }

@@ -9,11 +9,13 @@
 //! * `> CLIENT :PORT s=SOURCE d=DESTINATION @NAMESPACE/LABELS = yes|no POLICY RULE ~ RESULTS OF DRY RUNS`: a connection. The
 //!   client is a service account, with its trust domain before `:`, or `-` for plaintext. After `@` is the workload.
 
+mod istiod;
+
 use std::{collections::BTreeMap, net::IpAddr};
 
-use dataplane_source::objects::{Findings, IstioObjects, istio_policy, wire};
+use dataplane_source::objects::{Findings, IstioObjects, istio_policy, object_name, wire};
 use model::{
-    Identity, Istio, Label, ServiceName,
+    Identity, Istio, Label,
     authorization::{Connection, PolicyName, Reason},
 };
 use serde_json::{Map, Value, json};
@@ -94,17 +96,26 @@ fn put(line: &str, objects: &mut IstioObjects) {
     if !ports.is_empty() {
         spec["portLevelMtls"] = Value::Object(ports);
     }
-    let object = json!({ "metadata": metadata, "spec": spec });
-    let object: wire::IstioPolicy = serde_json::from_value(object).unwrap();
     let kind = if is_of_peers {
         "PeerAuthentication"
     } else {
         "AuthorizationPolicy"
     };
+    store(
+        json!({ "kind": kind, "metadata": metadata, "spec": spec }),
+        objects,
+    );
+}
+
+/// Reads a policy, and adds it.
+fn store(object: Value, objects: &mut IstioObjects) {
+    let kind = object["kind"].as_str().unwrap().to_owned();
+    let text = object.to_string();
+    let object: wire::IstioPolicy = serde_json::from_value(object).unwrap();
     let mut findings = Findings::default();
-    let policy = istio_policy(kind, &object, &mut findings);
-    assert!(findings.faults.is_empty(), "{line}: {findings:?}");
-    objects.put(kind, &ServiceName::new(namespace, name), policy);
+    let policy = istio_policy(&kind, &object, &mut findings);
+    assert!(findings.faults.is_empty(), "{text}: {findings:?}");
+    objects.put(&kind, &object_name(&object.metadata), policy);
 }
 
 fn told(reason: &Reason<'_>) -> String {
@@ -165,9 +176,9 @@ fn decided(line: &str, istio: &Istio) -> String {
 fn decisions_are_those_of_istios_documentation() {
     let (mut rows, mut wrong) = (0, Vec::new());
     for table in [
-        include_str!("authorization/policies.txt"),
-        include_str!("authorization/rules.txt"),
-        include_str!("authorization/plaintext.txt"),
+        include_str!("policies.txt"),
+        include_str!("rules.txt"),
+        include_str!("plaintext.txt"),
     ] {
         for block in table.split("\n\n") {
             let lines = block.lines().filter(|line| !line.starts_with('#'));
