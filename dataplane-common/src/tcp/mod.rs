@@ -18,6 +18,7 @@
 //!   bytes ahead of its direction's position, and its acknowledgement at most [`UNACKNOWLEDGED`] bytes behind the other
 //!   direction's and [`AHEAD`] bytes before it. This holds for one in 2^15 of all pairs of numbers. Without this check
 //!   an attacker would move the position first, and then reset.
+//! * A **FIN** of the client does not count before the endpoint has answered the client's SYN.
 //! * The first segment of the endpoint that counts has a **SYN**, if the client's was seen. Before it, an endpoint that
 //!   still has an earlier connection from the same port only says that it has one (RFC 5961, section 4.2).
 //! * A **SYN** with an ACK begins both directions anew if it acknowledges the last SYN: the endpoint has forgotten the
@@ -321,7 +322,10 @@ pub fn judge<L: Line>(sequences: L, replies: bool, segment: &Segment) -> u8 {
         if replies && own == 0 && opening.0 as u32 != 0 && !segment.has(flags::SYN) {
             return 0;
         }
-        if !anew && !before.is_plausible(replies, segment) {
+        // Before the endpoint's answer, no number shows whether the client has sent the FIN.
+        let is_early =
+            !replies && segment.has(flags::FIN) && before.of(true) == 0 && opening.0 as u32 != 0;
+        if is_early || !anew && !before.is_plausible(replies, segment) {
             return seen::PACKET;
         }
         let mut after = before;

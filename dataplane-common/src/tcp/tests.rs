@@ -154,6 +154,11 @@ fn a_fin_counts_if_both_numbers_are_plausible() {
         PACKET,
         "no endpoint takes it without an ACK"
     );
+    let flow = Flow::opened(client);
+    assert_eq!(flow.see(REQUESTS, ACK | FIN, 51, 3_000_000_001), PACKET);
+    flow.see(REPLIES, SYN | ACK, server, 51);
+    let seen = flow.see(REQUESTS, ACK | FIN, 51, 3_000_000_001);
+    assert_eq!(seen, PACKET | CLOSED);
 }
 
 /// A sender that does not know the numbers cannot move a position to a number that it knows, and cannot begin the flow

@@ -177,7 +177,10 @@ impl Numbers {
         if plain {
             return seen::PACKET | GOES_ON;
         }
-        if !own_segment {
+        // Linux's conntrack takes a FIN in the state SYN_SENT for invalid.
+        let unanswered = self.syn.is_some() && self.positions[1].is_none();
+        let early = unanswered && !replies && segment.has(flags::FIN);
+        if early || !own_segment {
             return seen::PACKET;
         }
         let mut counts = seen::PACKET | GOES_ON;

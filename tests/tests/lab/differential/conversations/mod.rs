@@ -365,7 +365,13 @@ fn explained(
     if is_stray && here.state == "close" && talk.has_rst(step) {
         return Verdict::Row(4);
     }
-    if is_stray && (&*there.state, &*here.state) == ("syn-sent", "syn-received") {
+    // For the kernel, a SYN-ACK of the client moves the client's window.
+    let states = [&*there.state, &*here.state];
+    let stray = [
+        ["syn-sent", "syn-received"],
+        ["syn-received", "established"],
+    ];
+    if is_stray && stray.contains(&states) {
         return Verdict::Row(4);
     }
     if talk.is_begun_again(step) && ["syn-sent", "syn-received"].contains(&&*here.state) {
