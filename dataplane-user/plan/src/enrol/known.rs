@@ -59,15 +59,17 @@ fn add_hbone(snapshot: &Snapshot, wanted: &mut Captured, room: u64) -> bool {
     let addresses = speaking.flat_map(|of| &of.addresses);
     let keys = addresses.map(|addr| FrontendKey::address((*addr).into()));
     let keys: BTreeSet<_> = keys.collect();
-    if keys.len() as u64 > room {
+    let has_room = keys.len() as u64 <= room;
+    if !has_room {
         for flags in encrypting {
             *flags &= !(Enrolled::ONLY_HBONE | Enrolled::FAIL_OPEN);
         }
-        return false;
     }
-    let entries = keys.into_iter().map(|key| (key, LISTED | HBONE));
+    // Those that fit stay also without room for all: they are removed only after the flags have changed.
+    let fitting = keys.into_iter().zip(0..room);
+    let entries = fitting.map(|(key, _)| (key, LISTED | HBONE));
     wanted.known.extend(entries);
-    true
+    has_room
 }
 
 /// As [`known`], with `room` entries in `KNOWN`.
