@@ -150,6 +150,8 @@ reasons! {
     Unsupported = 51, "unsupported", "a waypoint, AuthorizationPolicy or PeerAuthentication of Istio's limits these connections, and nothing on the node enforces it (mesh.unsupported: deny); refused";
     /// Capture: an inbound connection of the kubelet, by its cgroup.
     ExcludedProbe = 52, "excluded-probe", "from the kubelet (mesh.probes.cgroups); not captured";
+    /// Capture: the endpoint that was drawn speaks HBONE, which no endpoint of the service did when the connection was decided.
+    PlaintextRefused = 53, "plaintext-refused", "while the connection was made, the service got an endpoint that speaks HBONE, and such endpoints are not reached in plaintext; refused";
 }
 
 impl Reason {
@@ -184,6 +186,7 @@ impl Reason {
                 | Self::SourceRouted
                 | Self::CapturedFragment
                 | Self::Unsupported
+                | Self::PlaintextRefused
         )
     }
 }

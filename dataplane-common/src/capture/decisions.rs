@@ -111,6 +111,9 @@ pub trait Circumstances: Rules {
     /// Whether the destination is a service to which captured workloads may not connect by TCP
     /// ([`Block::REFUSED`](crate::tables::Block::REFUSED)).
     fn is_refused(&self) -> bool;
+    /// Whether the destination speaks HBONE: an endpoint of the service, or the workload at the address. Also if this may change
+    /// before the connection's first packet.
+    fn speaks_hbone(&self) -> bool;
     /// Whether a process listens at the proxy's outbound port, at loopback in the workload's network namespace.
     fn listens(&self) -> bool;
 }
@@ -155,10 +158,24 @@ pub fn decide_outbound<T: Circumstances>(
     if !proxy {
         return (Reason::Direct, denies);
     }
+    let only_hbone = enrolled.flags & Enrolled::ONLY_HBONE != 0;
+    if only_hbone && !asked.speaks_hbone() {
+        return (Reason::Direct, denies);
+    }
     if asked.listens() {
         return (Reason::Captured, false);
     }
+    if only_hbone || enrolled.flags & Enrolled::ENCRYPTS != 0 && asked.speaks_hbone() {
+        return (Reason::ProxyDown, false);
+    }
     (without_proxy(enrolled.flags), denies)
+}
+
+/// Whether a verdict of [`decide_outbound`] holds only if the endpoint that is drawn later does not speak HBONE: the service may
+/// have changed since. `flags`: as [`Enrolled::flags`].
+#[inline(always)]
+pub const fn must_be_plain(flags: u32, reason: Reason) -> bool {
+    flags & Enrolled::ENCRYPTS != 0 && matches!(reason, Reason::Direct | Reason::ProxyBypassed)
 }
 
 /// Returns the verdict on a datagram of a workload, or on a UDP socket that it connects, [`Reason::EgressDenied`] or

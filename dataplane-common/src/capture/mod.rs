@@ -9,7 +9,7 @@
 //! RANGES     lpm     RangeKey    -> u32            a policy's destination ranges; of policy 0, those that are reachable
 //!                                                 under every egress policy; a workload's resolvers
 //! KNOWN      hash    FrontendKey -> u32            ports of Pods, and resolvers, for egress; and workloads'
-//!                                                 addresses, for labels
+//!                                                 addresses, for labels and tunnels: [`LISTED`] and [`HBONE`]
 //! ASKERS     sk      socket      -> Askers         senders that a UDP socket may answer, though egress is denied
 //! ORIGINS    hash    Tuple       -> Origin         connections on their way to a proxy
 //! ORIGIN_COUNTS array counter    -> u64            how many of them each workload has: `origins.rs`
@@ -58,13 +58,18 @@
 mod decisions;
 mod fields;
 mod traffic;
+mod word;
 
 pub use decisions::{
     Circumstances, Rules, by_interface, decide_datagram, decide_outbound, excludes_user, exempts,
-    inbound, is_exempt, is_query, outbound, tunnel, without_proxy,
+    inbound, is_exempt, is_query, must_be_plain, outbound, tunnel, without_proxy,
 };
 pub use fields::Field;
 pub use traffic::{Meter, MeterSets, TRAFFIC, Traffic, TrafficKey};
+pub use word::{
+    MESH_CGROUPS, MESH_DENIES, MESH_DNS, MESH_GUARD, MESH_NAMESPACES, MESH_PACKETS, MESH_PORT,
+    dns_server, is_proxy,
+};
 
 use crate::{Addr, Port};
 
@@ -263,6 +268,12 @@ impl Enrolled {
     pub const REFUSES_OTHER_PORTS: u32 = 1 << 17;
     /// Inbound connections to port [`TUNNELS`] go to the proxy's listener for tunnels.
     pub const TUNNELS: u32 = 1 << 18;
+    /// The workload has an identity, and the agent's proxy makes tunnels: a connection to a destination that speaks HBONE does
+    /// not go direct while the proxy does not listen.
+    pub const ENCRYPTS: u32 = 1 << 19;
+    /// Only outbound connections to destinations that speak HBONE go to the proxy, all others direct. Needs
+    /// [`Enrolled::PROXY`] and [`Enrolled::ENCRYPTS`].
+    pub const ONLY_HBONE: u32 = 1 << 20;
     /// The entry is a workload's. Without this flag, an entry with resolvers belongs to a workload of which the agent
     /// captures only the DNS queries. Any other entry belongs to a namespace without a captured workload.
     pub const CAPTURED: u32 = 1 << 31;
@@ -396,6 +407,11 @@ pub const REFUSED: u32 = 4;
 /// annotations have this value where the configuration denies egress.
 pub const JUDGED: u32 = 3;
 
+/// Value of an entry of `KNOWN`: the destination is known.
+pub const LISTED: u32 = 1;
+/// In the value of an address in `KNOWN`: a workload that has the address speaks HBONE.
+pub const HBONE: u32 = 1 << 1;
+
 /// The address of loopback at which a captured connection to this destination is handed to the proxy. If all
 /// connections had one address, two sockets of one local port could not connect to two destinations, and all of a
 /// workload's connections would share the local ports of one destination. The function never returns 127.0.0.1, a
@@ -414,39 +430,6 @@ pub const fn spread(addr: Addr, port: Port) -> Addr {
 
 /// The policy whose ranges are reachable under every egress policy.
 pub const REACHABLE: u32 = 0;
-
-/// Word `mesh` of [`crate::tables::Config`]: `NAMESPACES` is not empty.
-pub const MESH_NAMESPACES: u64 = 1;
-/// `CGROUPS` is not empty.
-pub const MESH_CGROUPS: u64 = 1 << 1;
-/// Connections from namespaces that are not in `NAMESPACES` are refused, except the node's own.
-pub const MESH_GUARD: u64 = 1 << 2;
-
-/// `LOCALS` has an entry with [`Enrolled::PACKETS`].
-pub const MESH_PACKETS: u64 = 1 << 3;
-
-/// A workload has, or may have, [`Enrolled::EGRESS_DENY`]: the programs judge datagrams.
-pub const MESH_DENIES: u64 = 1 << 4;
-
-/// The first of the bits with the proxy's outbound port, in network order.
-pub const MESH_PORT: u32 = 32;
-
-/// The first of the bits with the port of the agent's DNS server, in network order; port 0: no queries are captured.
-pub const MESH_DNS: u32 = 48;
-
-/// Whether captured connections and queries go to this address and port; `mesh` is the word of
-/// [`crate::tables::Config`].
-#[inline(always)]
-#[expect(clippy::cast_possible_truncation, reason = "the field's sixteen bits")]
-pub fn is_proxy(mesh: u64, addr: Addr, port: Port) -> bool {
-    (port.be() == (mesh >> MESH_PORT) as u16 || port == dns_server(mesh)) && addr.is_loopback()
-}
-
-/// The port of the agent's DNS server, at loopback in a workload's network namespace.
-#[inline(always)]
-pub const fn dns_server(mesh: u64) -> Port {
-    Port::from_be((mesh >> MESH_DNS) as u16)
-}
 
 /// The port of resolvers.
 pub const DNS: Port = Port::new(53);

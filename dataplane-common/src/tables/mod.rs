@@ -221,6 +221,8 @@ impl Block {
     pub const REACHABLE: u16 = 4;
     /// Flag: captured workloads may not connect to the service by TCP ([`crate::Reason::Unsupported`]).
     pub const REFUSED: u16 = 8;
+    /// Flag: some endpoint speaks HBONE, or several Pods have its address and one of them does.
+    pub const HBONE: u16 = 16;
     /// The most endpoints that one pool can have.
     pub const MAX_LEN: usize = u16::MAX as usize;
 

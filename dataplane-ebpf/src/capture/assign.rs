@@ -291,7 +291,10 @@ fn begin(skb: Skb, packet: &Packet, local: &Local, way: &mut Route) -> i32 {
     }
     if reason == Reason::Captured && !to_listener::<false>(skb, packet, &key) {
         // The listener was closed just now.
-        reason = capture::without_proxy(enrolled.flags);
+        reason = match enrolled.flags & Enrolled::ENCRYPTS {
+            0 => capture::without_proxy(enrolled.flags),
+            _ => Reason::ProxyDown,
+        };
     }
     count(reason);
     if reason == Reason::Captured || reason.is_refusal() {
@@ -433,6 +436,11 @@ impl capture::Circumstances for Asked<'_> {
     }
 
     #[inline(always)]
+    fn speaks_hbone(&self) -> bool {
+        capture_packet_to_hbone(self.key) != 0
+    }
+
+    #[inline(always)]
     fn listens(&self) -> bool {
         let sk = listener(self.listener);
         if sk.is_null() {
@@ -472,6 +480,18 @@ extern "C" fn capture_refuses_packet(key: *const FlowKey) -> u32 {
         return 0;
     };
     u32::from(decide::is_refused(&select::Live, frontend(key)))
+}
+
+/// Whether the destination speaks HBONE. With external linkage, too.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn capture_packet_to_hbone(key: *const FlowKey) -> u32 {
+    // SAFETY: as above.
+    let Some(key) = (unsafe { key.as_ref() }) else {
+        return 1;
+    };
+    u32::from(super::speaks_hbone(frontend(key), key.dst))
 }
 
 #[inline(always)]

@@ -75,7 +75,7 @@ pub fn judge<F: Family, const SENT: bool>(call: &SockAddr<F>, request: &Request,
             return goes;
         }
         if goes == JUDGED {
-            outbound::leave_to_judge();
+            outbound::leave_to_judge(outbound::EGRESS);
         }
         return GO_ON;
     }

@@ -93,7 +93,8 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         // The port of a sidecar: while netfilter rules redirect connections to it, they arrive at this port.
         return PASS;
     }
-    if is_captured && (to_inbound || port == u32::from(config.outbound.host())) {
+    let has_listeners = local.flags & (Enrolled::INBOUND | Enrolled::TUNNELS) != 0;
+    if has_listeners && (to_inbound || port == u32::from(config.outbound.host())) {
         count(Reason::Recursive);
         return DROP;
     }

@@ -5,6 +5,7 @@ pub mod assign;
 pub mod caller;
 pub mod datagrams;
 pub mod inbound;
+mod listens;
 pub mod meters;
 pub mod origin;
 pub mod outbound;
@@ -18,7 +19,7 @@ use core::ptr::read_volatile;
 use aya_ebpf::maps::lpm_trie::Key;
 use dataplane_common::{
     Addr, Port, Protocol,
-    capture::{self, CaptureConfig, FROM_CLIENT, Local, RuleKey, has_mark},
+    capture::{self, CaptureConfig, FROM_CLIENT, HBONE, Local, RuleKey, has_mark},
     decide, first,
     reread::{self, Copied},
     tables::{Frontend, FrontendKey},
@@ -103,4 +104,19 @@ fn is_known(frontend: Frontend, addr: Addr, port: Port, protocol: Protocol) -> b
         return decide::is_reachable(&select::Live, frontend);
     }
     first::is_known(&Live, &FrontendKey::new(addr, port, protocol))
+}
+
+/// Whether a destination speaks HBONE: an endpoint of the service, or the workload at the address. `frontend`: the
+/// destination's frontend.
+#[inline(always)]
+fn speaks_hbone(frontend: Frontend, addr: Addr) -> bool {
+    if !frontend.is_none() {
+        return decide::may_speak_hbone(&select::Live, frontend);
+    }
+    KNOWN
+        .get_ptr(FrontendKey::address(addr))
+        .is_some_and(|known| {
+            // SAFETY: one aligned word.
+            unsafe { read_volatile(known) & HBONE != 0 }
+        })
 }

@@ -3,10 +3,8 @@
 use core::ptr::read_volatile;
 
 use aya_ebpf::{
-    bindings::{bpf_sock_addr, bpf_sock_tuple},
-    helpers::generated::{
-        bpf_get_retval, bpf_set_retval, bpf_sk_lookup_tcp, bpf_sk_lookup_udp, bpf_sk_release,
-    },
+    bindings::bpf_sock_addr,
+    helpers::generated::{bpf_get_retval, bpf_set_retval},
 };
 use dataplane_common::{
     Addr, Hook, Port, Protocol, Reason,
@@ -19,15 +17,14 @@ use dataplane_common::{
 use super::{
     Live,
     caller::{self, enrolled, is_agent, mark},
-    config, local, meters, origin,
+    config,
+    listens::listens,
+    local, meters, origin,
 };
 use crate::{
     select::{self, Request, Verdict, count},
     socket::{self, Family, GO_ON, SockAddr, events, peers, refuse},
 };
-
-/// The network namespace of the socket (`BPF_F_CURRENT_NETNS`).
-const CURRENT_NETNS: u64 = u64::MAX;
 
 /// Decides, and applies the decision. This is a program of its own, attached before the services' program if there is a
 /// mesh. Connections that it leaves alone and direct connections reach the services' program unchanged.
@@ -36,7 +33,7 @@ pub fn run<F: Family>(call: &SockAddr<F>, request: &Request, mesh: u64) -> i32 {
     let mut judgement = Judgement {
         reason: Reason::NotService,
         workload: 0,
-        is_judged: 0,
+        left: 0,
     };
     capture_judge(call.ctx.sock_addr, request, mesh, &raw mut judgement);
     carry_out(call, request, mesh, &judgement)
@@ -65,8 +62,8 @@ fn carry_out<F: Family>(
     let is_query = reason == Reason::CapturedDns;
     let captured = reason == Reason::Captured || is_query;
     if !captured && !reason.is_refusal() {
-        if judgement.is_judged != 0 {
-            leave_to_judge();
+        if judgement.left != 0 {
+            leave_to_judge(judgement.left);
         }
         return GO_ON;
     }
@@ -89,36 +86,46 @@ fn carry_out<F: Family>(
     GO_ON
 }
 
-/// The error of a system call that `capture4` and `capture6` leave (`EKEYREJECTED`) if the services' program after
-/// them, which draws the endpoint, has to judge where the first packet goes. The services' program removes the error
-/// ([`is_admitted`]): a call that no program judges fails.
-const JUDGED: i32 = -129;
+/// The services' program judges by the egress policy.
+pub const EGRESS: u32 = 1;
+/// The services' program refuses an endpoint that speaks HBONE.
+const PLAIN: u32 = 2;
 
-/// Leaves the judgement to the services' program, unless another owner's program has refused the call.
+/// The errors of a system call that `capture4` and `capture6` leave if the services' program after them, which draws the
+/// endpoint, has to judge where the first packet goes: this, with [`EGRESS`], [`PLAIN`] or both added (`EKEYREJECTED`,
+/// `EKEYREVOKED`, `EKEYEXPIRED`). The services' program removes the error ([`refusal`]): a call that no program judges fails.
+const JUDGED: i32 = -130;
+
+/// Leaves the judgement to the services' program, unless another owner's program has refused the call. `left`: [`EGRESS`],
+/// [`PLAIN`] or both.
 #[inline(always)]
-pub fn leave_to_judge() {
+pub fn leave_to_judge(left: u32) {
     // SAFETY: the helpers have no preconditions.
     unsafe {
         if bpf_get_retval() == 0 {
-            bpf_set_retval(JUDGED);
+            bpf_set_retval(JUDGED + left as i32);
         }
     }
 }
 
-/// Whether a connection may go where its first packet goes, according to the verdict: always, if the capture program
+/// Why a connection may not go where its first packet goes, according to the verdict: `None`, if the capture program
 /// has not [left](leave_to_judge) the judgement to this one.
 #[inline(always)]
-pub fn is_admitted(request: &Request, verdict: &Verdict) -> bool {
+pub fn refusal(request: &Request, verdict: &Verdict) -> Option<Reason> {
     // SAFETY: the helper has no preconditions.
-    if unsafe { bpf_get_retval() } != JUDGED {
-        return true;
+    let left = unsafe { bpf_get_retval() }.wrapping_sub(JUDGED) as u32;
+    if left == 0 || left > EGRESS | PLAIN {
+        return None;
     }
-    let admits = admits(request, verdict);
-    if admits {
-        // SAFETY: as above.
-        unsafe { bpf_set_retval(0) };
+    if left & PLAIN != 0 && verdict.flags & Block::HBONE != 0 {
+        return Some(Reason::PlaintextRefused);
     }
-    admits
+    if left & EGRESS != 0 && !admits(request, verdict) {
+        return Some(Reason::EgressDenied);
+    }
+    // SAFETY: as above.
+    unsafe { bpf_set_retval(0) };
+    None
 }
 
 /// Whether a workload whose egress is denied may go where a verdict sends it.
@@ -200,8 +207,8 @@ extern "C" fn capture_exempts(
 struct Judgement {
     reason: Reason,
     workload: u32,
-    /// Whether the verdict is [left to be judged](leave_to_judge): 1 or 0.
-    is_judged: u32,
+    /// What is [left to be judged](leave_to_judge); 0: nothing.
+    left: u32,
 }
 
 /// [`judge`]. With external linkage, as [`capture_leads_back`].
@@ -216,40 +223,40 @@ extern "C" fn capture_judge(
 ) -> u32 {
     // SAFETY: as above.
     if let (Some(request), Some(judgement)) = unsafe { (request.as_ref(), judgement.as_mut()) } {
-        let (reason, workload, is_judged) = judge(ctx, request, mesh);
+        let (reason, workload, left) = judge(ctx, request, mesh);
         *judgement = Judgement {
             reason,
             workload,
-            is_judged: u32::from(is_judged),
+            left,
         };
     }
     0
 }
 
-/// Returns the reason, the workload, and whether the verdict is [left to be judged](leave_to_judge).
+/// Returns the reason, the workload, and what is [left to be judged](leave_to_judge).
 #[inline(always)]
-fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> (Reason, u32, bool) {
+fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> (Reason, u32, u32) {
     let Some(config) = config() else {
-        return (Reason::NotService, 0, false);
+        return (Reason::NotService, 0, 0);
     };
     let mark = mark(ctx);
     // Also in a namespace that is no longer captured, or not yet: `sk_lookup` may not know that.
     if has_mark(mark, config.mark | FROM_CLIENT) && is_agent(config) {
-        return (Reason::ProxysOwn, 0, false);
+        return (Reason::ProxysOwn, 0, 0);
     }
     let enrolled = match enrolled(request, mesh) {
         Copied::Found(enrolled) => enrolled,
-        Copied::Changing => return (Reason::Guarded, 0, false),
+        Copied::Changing => return (Reason::Guarded, 0, 0),
         Copied::Absent if mesh & MESH_GUARD != 0 && !request.own_loopback => {
-            return (Reason::Guarded, 0, false);
+            return (Reason::Guarded, 0, 0);
         }
-        Copied::Absent => return (Reason::NotService, 0, false),
+        Copied::Absent => return (Reason::NotService, 0, 0),
     };
     if !enrolled.is_judged() {
-        return (Reason::NotService, 0, false);
+        return (Reason::NotService, 0, 0);
     }
     if has_mark(mark, config.mark) && is_agent(config) {
-        return (Reason::ProxysOwn, 0, false);
+        return (Reason::ProxysOwn, 0, 0);
     }
     let (asked, excludes_user) = (Call { ctx, request }, caller::excludes_user(&enrolled));
     let to = (request.addr, request.port);
@@ -257,14 +264,18 @@ fn judge(ctx: *mut bpf_sock_addr, request: &Request, mesh: u64) -> (Reason, u32,
     if of_query(&asked, &enrolled, mesh, excludes_user) == Reason::CapturedDns
         && (enrolled.flags & Enrolled::EGRESS_DENY == 0 || capture::Circumstances::is_known(&asked))
     {
-        return (Reason::CapturedDns, enrolled.workload, false);
+        return (Reason::CapturedDns, enrolled.workload, 0);
     }
     if enrolled.flags & Enrolled::CAPTURED == 0 {
-        return (Reason::NotService, 0, false);
+        return (Reason::NotService, 0, 0);
     }
     let (reason, is_judged) =
         capture::decide_outbound(&asked, config, &enrolled, to, excludes_user);
-    (reason, enrolled.workload, is_judged)
+    let mut left = if is_judged { EGRESS } else { 0 };
+    if capture::must_be_plain(enrolled.flags, reason) {
+        left |= PLAIN;
+    }
+    (reason, enrolled.workload, left)
 }
 
 /// Whether a query to a workload's resolver goes to the agent's DNS server: [`Reason::CapturedDns`]; otherwise the
@@ -347,6 +358,11 @@ impl capture::Circumstances for Call<'_> {
     #[inline(always)]
     fn is_refused(&self) -> bool {
         capture_refuses(self.request) != 0
+    }
+
+    #[inline(always)]
+    fn speaks_hbone(&self) -> bool {
+        capture_speaks_hbone(self.request) != 0
     }
 
     #[inline(always)]
@@ -436,6 +452,18 @@ extern "C" fn capture_refuses(request: *const Request) -> u32 {
     u32::from(decide::is_refused(&select::Live, frontend(request)))
 }
 
+/// Whether the destination speaks HBONE. With external linkage, too.
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn capture_speaks_hbone(request: *const Request) -> u32 {
+    // SAFETY: as above.
+    let Some(request) = (unsafe { request.as_ref() }) else {
+        return 1;
+    };
+    u32::from(super::speaks_hbone(frontend(request), request.addr))
+}
+
 #[inline(always)]
 fn frontend(request: &Request) -> Frontend {
     decide::find_frontend(
@@ -445,60 +473,4 @@ fn frontend(request: &Request) -> Frontend {
         request.protocol,
         request.own_loopback,
     )
-}
-
-/// Whether a socket listens at an address of loopback in the socket's network namespace now: a lookup cannot be stale,
-/// unlike a flag, and works for any proxy.
-#[inline(always)]
-fn listens(ctx: *mut bpf_sock_addr, protocol: Protocol, addr: Addr, port: Port) -> bool {
-    let at = Endpoint::new(addr, port);
-    capture_listens(ctx, u32::from(protocol == Protocol::TCP), &raw const at) != 0
-}
-
-/// [`listens`]. With external linkage, as [`capture_leads_back`].
-// SAFETY: no other function of the programs has this name.
-#[unsafe(no_mangle)]
-#[inline(never)]
-extern "C" fn capture_listens(ctx: *mut bpf_sock_addr, tcp: u32, at: *const Endpoint) -> u32 {
-    // SAFETY: as above.
-    match unsafe { at.as_ref() } {
-        Some(at) => u32::from(has_socket(ctx, tcp != 0, at.addr, at.port)),
-        None => 0,
-    }
-}
-
-#[inline(always)]
-fn has_socket(ctx: *mut bpf_sock_addr, tcp: bool, addr: Addr, port: Port) -> bool {
-    // As `struct bpf_sock_tuple`: source, destination, ports.
-    let mut tuple = [0u32; 9];
-    let size = if addr.is_v4() {
-        tuple[1] = addr.words()[3];
-        tuple[2] = port_word(port);
-        12
-    } else {
-        tuple[7] = addr.words()[3];
-        tuple[8] = port_word(port);
-        36
-    };
-    // SAFETY: the program's context, and as much of the stack as we say.
-    unsafe {
-        let tuple = (&raw mut tuple).cast::<bpf_sock_tuple>();
-        let sk = if tcp {
-            bpf_sk_lookup_tcp(ctx.cast(), tuple, size, CURRENT_NETNS, 0)
-        } else {
-            bpf_sk_lookup_udp(ctx.cast(), tuple, size, CURRENT_NETNS, 0)
-        };
-        if sk.is_null() {
-            return false;
-        }
-        bpf_sk_release(sk.cast());
-    }
-    true
-}
-
-/// The ports of a `struct bpf_sock_tuple`, without a source port.
-#[inline(always)]
-fn port_word(port: Port) -> u32 {
-    let [a, b] = port.be().to_ne_bytes();
-    u32::from_ne_bytes([0, 0, a, b])
 }

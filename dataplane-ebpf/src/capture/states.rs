@@ -91,6 +91,10 @@ fn arrived(socket: Socket) {
         return;
     }
     let port = u32::from(socket.read::<u16>(Field::Port));
+    // A tunnel: the proxy counts its streams.
+    if capture::tunnel(&found, port).is_some() {
+        return;
+    }
     // A proxy does not see the kubelet's probes, either.
     let probe = Tuple {
         netns: 0,

@@ -18,7 +18,7 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     if may_have_siblings && request.protocol == Protocol::UDP && siblings::was_asked(call, &request)
     {
         let verdict = Verdict::without_endpoint(Reason::NotService, 0);
-        if !outbound::is_admitted(&request, &verdict) {
+        if outbound::refusal(&request, &verdict).is_some() {
             return carry_out(call, &request, &Verdict::DENIED);
         }
         goes_itself(call, &request);
@@ -40,8 +40,10 @@ pub fn run<F: Family>(call: &SockAddr<F>) -> i32 {
     if siblings::is_bound(call) && !verdict.endpoint.is_none() {
         siblings::keep_apart(call, &request, &mut verdict);
     }
-    if mesh != 0 && !outbound::is_admitted(&request, &verdict) {
-        verdict = Verdict::DENIED;
+    if mesh != 0
+        && let Some(reason) = outbound::refusal(&request, &verdict)
+    {
+        verdict = Verdict::without_endpoint(reason, 0);
     }
     carry_out(call, &request, &verdict)
 }
@@ -75,7 +77,11 @@ fn carry_out<F: Family>(call: &SockAddr<F>, request: &Request, verdict: &Verdict
             peers::remember_for_mptcp(call, &peer);
         }
     }
-    let may_be_metered = verdict.pool != 0 || verdict.reason == Reason::EgressDenied;
+    let is_denied = matches!(
+        verdict.reason,
+        Reason::EgressDenied | Reason::PlaintextRefused
+    );
+    let may_be_metered = verdict.pool != 0 || is_denied;
     if mesh != 0 && may_be_metered && request.protocol == Protocol::TCP {
         if verdict.endpoint.is_none() {
             meters::forget(call.ctx.sock_addr);

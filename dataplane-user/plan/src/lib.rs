@@ -173,11 +173,12 @@ pub struct Contents {
 }
 
 impl Contents {
-    /// Forgets which blocks are reachable from workloads with `egress: deny`, and which captured workloads may not reach.
+    /// Forgets which blocks are reachable from workloads with `egress: deny`, which captured workloads may not reach, and which
+    /// have endpoints that speak HBONE.
     pub fn forget_reachable(&mut self) {
         for pool in &mut self.pools {
             let Pool { block, .. } = pool;
-            let flags = block.flags() & !(Block::REACHABLE | Block::REFUSED);
+            let flags = block.flags() & !(Block::REACHABLE | Block::REFUSED | Block::HBONE);
             *block = Block::new(block.base(), block.len(), flags);
         }
     }

@@ -173,6 +173,21 @@ impl Mirror {
         slot.live = true;
     }
 
+    /// Adds flags to the block of a pool that stays as it is otherwise.
+    pub(super) fn add_flags(&mut self, index: u32, flags: u16, writes: &mut Writes) {
+        let pool = &mut self.pools[index as usize].pool;
+        let block = pool.block;
+        if block.flags() & flags == flags {
+            return;
+        }
+        pool.block = Block::new(block.base(), block.len(), block.flags() | flags);
+        writes.pools.push(Write::Pool {
+            index,
+            pool: *pool,
+            fresh: false,
+        });
+    }
+
     /// Makes a pool have these source ranges.
     pub(super) fn set_sources(
         &mut self,

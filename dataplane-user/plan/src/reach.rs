@@ -1,5 +1,6 @@
 //! Endpoints that a workload with `egress: deny` may reach: those at addresses of Pods, and those in ranges that the
 //! operator has stated. An EndpointSlice may name any address and declare it a Pod's, so the declaration is not used.
+//! And endpoints that speak HBONE: those at addresses that a Pod with HBONE has.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -11,19 +12,21 @@ use dataplane_common::tables::{Block, Endpoint};
 use imbl::ordmap::DiffItem;
 use model::{Reachable, Service, ServiceName, Snapshot, Workload};
 
-/// Decides whether blocks are reachable. Tracks nothing if no mesh needs it.
+/// Decides whether blocks are reachable, and whether they have endpoints that speak HBONE. Tracks nothing if no mesh needs it.
 #[derive(Debug, Default)]
 pub(super) struct Reach {
     /// The ranges that the operator has stated. `None` if there is no mesh.
     stated: Option<Arc<Reachable>>,
     /// Number of Pods at each address.
     pods: HashMap<IpAddr, u32>,
+    /// Number of Pods that speak HBONE at each address.
+    speaking: HashMap<IpAddr, u32>,
     /// The services that have an endpoint at each address.
     services: HashMap<IpAddr, BTreeSet<ServiceName>>,
 }
 
 impl Reach {
-    /// Records the Pods of a snapshot. Returns the services whose reachability may have changed.
+    /// Records the Pods of a snapshot. Returns the services whose flags may have changed.
     pub(super) fn update(&mut self, last: &Snapshot, new: &Snapshot) -> BTreeSet<ServiceName> {
         self.stated.clone_from(&new.reachable);
         if self.stated.is_none() {
@@ -39,25 +42,10 @@ impl Reach {
                     new: (_, new),
                 } => (Some(old), Some(new)),
             };
-            if old.map(|pod| &pod.addresses) == new.map(|pod| &pod.addresses) {
-                continue;
-            }
-            for addr in old.iter().flat_map(|pod| &pod.addresses) {
-                if let Some(count) = self.pods.get_mut(addr) {
-                    *count -= 1;
-                    if *count == 0 {
-                        self.pods.remove(addr);
-                        changed.insert(*addr);
-                    }
-                }
-            }
-            for addr in new.iter().flat_map(|pod| &pod.addresses) {
-                let count = self.pods.entry(*addr).or_default();
-                *count += 1;
-                if *count == 1 {
-                    changed.insert(*addr);
-                }
-            }
+            let speaks = |pod: &&Arc<Workload>| pod.speaks_hbone;
+            recount(&mut self.pods, old, new, &mut changed);
+            let (old, new) = (old.filter(speaks), new.filter(speaks));
+            recount(&mut self.speaking, old, new, &mut changed);
         }
         let services = changed.iter().filter_map(|addr| self.services.get(addr));
         services.flatten().cloned().collect()
@@ -91,8 +79,8 @@ impl Reach {
         }
     }
 
-    /// Returns the flag of a block with these endpoints.
-    pub(super) fn flag(&self, endpoints: &[Endpoint]) -> u16 {
+    /// Returns the flags of a block with these endpoints.
+    pub(super) fn flags(&self, endpoints: &[Endpoint]) -> u16 {
         let Some(stated) = &self.stated else {
             return 0;
         };
@@ -100,10 +88,97 @@ impl Reach {
             let addr = endpoint.addr.ip();
             endpoint.is_none() || self.pods.contains_key(&addr) || stated.has_address(addr)
         };
+        let mut flags = 0;
         if !endpoints.is_empty() && endpoints.iter().all(is_reachable) {
-            Block::REACHABLE
-        } else {
-            0
+            flags |= Block::REACHABLE;
+        }
+        let speaks = |endpoint: &Endpoint| self.speaking.contains_key(&endpoint.addr.ip());
+        if !self.speaking.is_empty() && endpoints.iter().any(speaks) {
+            flags |= Block::HBONE;
+        }
+        flags
+    }
+}
+
+/// Counts a workload's new addresses in place of its old ones, and adds the addresses that no workload had before or that none
+/// has now to `changed`.
+fn recount(
+    counts: &mut HashMap<IpAddr, u32>,
+    old: Option<&Arc<Workload>>,
+    new: Option<&Arc<Workload>>,
+    changed: &mut BTreeSet<IpAddr>,
+) {
+    if old.map(|pod| &pod.addresses) == new.map(|pod| &pod.addresses) {
+        return;
+    }
+    for addr in old.iter().flat_map(|pod| &pod.addresses) {
+        if let Some(count) = counts.get_mut(addr) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(addr);
+                changed.insert(*addr);
+            }
+        }
+    }
+    for addr in new.iter().flat_map(|pod| &pod.addresses) {
+        let count = counts.entry(*addr).or_default();
+        *count += 1;
+        if *count == 1 {
+            changed.insert(*addr);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use model::{Place, WorkloadName};
+
+    use super::*;
+
+    /// Each line has Pods (`+`: with HBONE), and the flags of a block with the endpoints 10.0.0.1 and 10.0.0.2.
+    #[test]
+    fn a_block_has_the_flag_of_hbone_while_a_pod_at_an_endpoint_speaks_it() {
+        let both = ["10.0.0.1", "10.0.0.2"].map(|addr| addr.parse::<IpAddr>().unwrap());
+        let endpoints =
+            both.map(|addr| Endpoint::new(addr.into(), dataplane_common::Port::new(80)));
+        let (reachable, hbone) = (Block::REACHABLE, Block::HBONE);
+        let mut reach = Reach::default();
+        let mut last = Snapshot {
+            reachable: Some(Arc::default()),
+            ..Snapshot::default()
+        };
+        for (pods, wanted) in [
+            ("", 0),
+            ("a=1", 0),
+            ("a=1 b=2", reachable),
+            ("a=1 b=2 c=3+", reachable),
+            ("a=1+ b=2 c=3+", reachable | hbone),
+            // The next Pod has the address already.
+            ("a=1+ b=2 n=1", reachable | hbone),
+            ("b=2 n=1", reachable),
+            ("b=2 n=1+ m=1+", reachable | hbone),
+            ("b=2 n=1+", reachable | hbone),
+            ("n=1+", hbone),
+            ("n=3+", 0),
+        ] {
+            let pods = pods.split_whitespace().map(|pod| {
+                let (name, at) = pod.split_once('=').unwrap();
+                let name = WorkloadName::new("shop", name);
+                let addr = format!("10.0.0.{}", at.trim_end_matches('+'));
+                let pod = Workload {
+                    addresses: [addr.parse().unwrap()].into_iter().collect(),
+                    speaks_hbone: at.ends_with('+'),
+                    ..Workload::new(name.clone(), Place::Elsewhere)
+                };
+                (name, Arc::new(pod))
+            });
+            let new = Snapshot {
+                workloads: pods.collect(),
+                ..last.clone()
+            };
+            reach.update(&last, &new);
+            assert_eq!(reach.flags(&endpoints), wanted, "{:?}", new.workloads);
+            last = new;
         }
     }
 }

@@ -213,7 +213,7 @@ impl ServiceUpdate<'_> {
                 | if none_here {
                     Block::NO_LOCAL
                 } else {
-                    self.reach.flag(self.local)
+                    self.reach.flags(self.local)
                 },
             affinity_seconds,
             affinity_group: pools.cluster,
@@ -225,7 +225,7 @@ impl ServiceUpdate<'_> {
             .collect();
         let cluster = mirror::Contents {
             endpoints: self.cluster,
-            flags: self.flags | self.reach.flag(self.cluster),
+            flags: self.flags | self.reach.flags(self.cluster),
             affinity_seconds,
             affinity_group: pools.cluster,
             external: if outside_is_local { pools.local } else { 0 },

@@ -79,6 +79,9 @@ const fn compared(reason: Reason) -> Compared {
         Reason::Unsupported => By("capture::istio::services_with_a_waypoint_are_named_and_refused"),
         Reason::CapturedDns => By("dns_capture::queries_are_answered_in_the_name_of_the_resolver"),
         Reason::DnsBypassed => By("dns_capture::no_query_waits_for_an_agent_that_hangs"),
+        Reason::PlaintextRefused => {
+            Not("the service changes between two programs of one connect()")
+        }
         Reason::ExcludedProbe => Not("explain does not know the cgroup of a process on the node"),
         Reason::ProxysOwn => Not("the proxy is no workload"),
         Reason::NotService | Reason::ForeignFlow => {

@@ -8,15 +8,16 @@ use crate::Reason;
 /// Rules and circumstances.
 #[expect(clippy::struct_excessive_bools, reason = "the answers of the trait")]
 #[derive(Clone, Default)]
-struct Fake {
+pub(super) struct Fake {
     /// By kind and number.
-    rules: HashMap<(u32, u32), u32>,
-    ranges: HashMap<Addr, u32>,
-    is_own: bool,
-    is_itself: bool,
-    is_known: bool,
-    is_refused: bool,
-    listens: bool,
+    pub(super) rules: HashMap<(u32, u32), u32>,
+    pub(super) ranges: HashMap<Addr, u32>,
+    pub(super) is_own: bool,
+    pub(super) is_itself: bool,
+    pub(super) is_known: bool,
+    pub(super) is_refused: bool,
+    pub(super) speaks_hbone: bool,
+    pub(super) listens: bool,
 }
 
 /// The numbers of the policy, of the workload and of its resolvers.
@@ -63,12 +64,16 @@ impl Circumstances for Fake {
         self.is_refused
     }
 
+    fn speaks_hbone(&self) -> bool {
+        self.speaks_hbone
+    }
+
     fn listens(&self) -> bool {
         self.listens
     }
 }
 
-fn enrolled(flags: u32) -> Enrolled {
+pub(super) fn enrolled(flags: u32) -> Enrolled {
     Enrolled {
         policy: POLICY,
         flags,
@@ -78,7 +83,7 @@ fn enrolled(flags: u32) -> Enrolled {
 }
 
 /// Rules about ports 81 to 83, ranges, users, groups and interfaces.
-fn rules() -> Fake {
+pub(super) fn rules() -> Fake {
     let mut fake = Fake::default();
     for (byte, value) in (1_u8..).zip([CAPTURED, EXCLUDED, JUDGED]) {
         let nth = u32::from(byte);
@@ -165,7 +170,7 @@ fn ports_come_before_ranges() {
     }
 }
 
-const CONFIG: CaptureConfig = CaptureConfig {
+pub(super) const CONFIG: CaptureConfig = CaptureConfig {
     agent_cgroup: 0,
     before_cgroup: 0,
     mark: 0,
@@ -175,8 +180,8 @@ const CONFIG: CaptureConfig = CaptureConfig {
     flags: 0,
 };
 
-const RULED: u32 = Enrolled::HAS_OUTBOUND_PORTS | Enrolled::HAS_RANGES;
-const PROXIED: u32 = RULED | Enrolled::PROXY;
+pub(super) const RULED: u32 = Enrolled::HAS_OUTBOUND_PORTS | Enrolled::HAS_RANGES;
+pub(super) const PROXIED: u32 = RULED | Enrolled::PROXY;
 const DENIED: u32 = RULED | Enrolled::EGRESS_DENY;
 const BOTH: u32 = PROXIED | DENIED;
 

@@ -1,6 +1,7 @@
 extern crate std;
 
 mod decisions;
+mod hbone;
 
 use std::{collections::HashSet, vec::Vec};
 
@@ -37,8 +38,11 @@ fn flags_are_bits_of_their_own() {
         E::REFUSES_INBOUND,
         E::REFUSES_OTHER_PORTS,
         E::TUNNELS,
+        E::ENCRYPTS,
+        E::ONLY_HBONE,
     ];
-    assert!(bits(&enrolled).into_iter().eq(0..19));
+    assert!(bits(&enrolled).into_iter().eq(0..21));
+    assert_eq!(bits(&[LISTED, HBONE]), [0, 1]);
     assert_eq!(bits(&[E::CAPTURED, FROM_CLIENT]), [31, 31]);
     assert_eq!(
         bits(&[CaptureConfig::FOREIGN, CaptureConfig::ARRIVALS]),

@@ -23,7 +23,8 @@ pub struct Workload {
     pub name: Option<String>,
     /// How it is recognised: `netns` and the cookie, `cgroup` and the id, or `packets` and its addresses.
     pub place: String,
-    /// `proxy` or `kernel`: `auto` becomes one of them.
+    /// `proxy` or `kernel`, or `auto` if only connections to destinations that speak HBONE go to the proxy. Otherwise, `auto`
+    /// becomes one of the others.
     pub mode: String,
     /// Unknown destinations: `allow` or `deny`.
     pub egress: String,
@@ -56,7 +57,12 @@ pub fn workloads(
         Workload {
             name: known.map(MeshWorkload::full_name),
             place,
-            mode: flag(Enrolled::PROXY, "proxy", "kernel"),
+            mode: match entry.flags & (Enrolled::PROXY | Enrolled::ONLY_HBONE) {
+                0 => "kernel",
+                Enrolled::PROXY => "proxy",
+                _ => "auto",
+            }
+            .to_owned(),
             egress: flag(Enrolled::EGRESS_DENY, "deny", "allow"),
             without_proxy: flag(Enrolled::FAIL_OPEN, "pass", "refuse"),
             proxy: match (entry.flags & Enrolled::PROXY != 0, listens) {

@@ -11,7 +11,7 @@ use std::{
 
 use dataplane_common::capture::{Enrolled, FROM_CLIENT, ListenerKey};
 use kernel::{Capture, CaptureOptions, Kernel, Listeners, Namespace, namespaces};
-use model::{Egress, Inbound, Workload, WorkloadName};
+use model::{Egress, Workload, WorkloadName};
 use plan::enrol::{Member, Problem};
 use proxy::handover::Named;
 use relay::Attachment;
@@ -44,9 +44,10 @@ impl Attached {
     }
 }
 
-/// Whether the proxy takes inbound connections of a workload that has one.
-fn takes_inbound(member: &Member) -> bool {
-    member.policy.inbound != Inbound::None
+/// Whether the proxy listens for inbound connections of a workload with these flags of its entry. For a workload that accepts
+/// tunnels it always does: then one write makes the workload's plain connections go to the proxy, or direct.
+pub(super) const fn takes_inbound(flags: u32) -> bool {
+    flags & (Enrolled::INBOUND | Enrolled::TUNNELS) != 0
 }
 
 impl Mesh {
@@ -81,7 +82,7 @@ impl Mesh {
         self.attached.get(&cookie).is_some_and(|attached| {
             member.workload.name == attached.name
                 && member.policy.egress == attached.egress
-                && takes_inbound(member) == attached.takes_inbound
+                && takes_inbound(flags) == attached.takes_inbound
                 && (flags & Enrolled::TUNNELS != 0) == attached.takes_tunnels
         })
     }
@@ -135,8 +136,7 @@ impl Mesh {
         namespace: &Namespace,
         flags: u32,
     ) -> Result<(), Problem> {
-        let [inbound, tunnels] =
-            [Enrolled::INBOUND, Enrolled::TUNNELS].map(|flag| flags & flag != 0);
+        let (inbound, tunnels) = (takes_inbound(flags), flags & Enrolled::TUNNELS != 0);
         let transparent = self.config.proxy.keep_source.unwrap_or(true);
         let options = self.options;
         let given = self.given(namespace.cookie, inbound);
@@ -182,7 +182,7 @@ impl Mesh {
             name,
             namespace: clone()?,
             egress: member.policy.egress,
-            takes_inbound: takes_inbound(member),
+            takes_inbound: inbound,
             takes_tunnels: tunnels,
             sockets,
         };

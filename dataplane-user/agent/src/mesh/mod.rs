@@ -50,8 +50,15 @@ use threads::Deaths;
 use tracing::debug;
 
 use self::{
-    attach::Attached, boot::BootGuard, cni_requests::CniRequests, dns::Dns, encryption::Encryption,
-    found::Found, guard::Closed, packets::Packets, problems::Problems,
+    attach::{Attached, takes_inbound},
+    boot::BootGuard,
+    cni_requests::CniRequests,
+    dns::Dns,
+    encryption::Encryption,
+    found::Found,
+    guard::Closed,
+    packets::Packets,
+    problems::Problems,
 };
 pub use self::{places::namespace_with, published::Published, settle::Settled};
 
@@ -251,6 +258,7 @@ impl Mesh {
             published,
             said: MeshStatements {
                 without_mesh: settings.mesh.is_none(),
+                tunnels: tunnels_are_on(settings) && !options.foreign,
                 all_queries: settings.dns.as_ref().is_some_and(settings::Dns::is_for_all),
                 ..statements::said(&config)
             },
@@ -337,7 +345,7 @@ impl Mesh {
             };
             // Only to see the resulting entry: nothing is written.
             let entry = self.enroller.enrol(member, &mut Captured::default());
-            let relevant = |flags: u32| flags & (Enrolled::PROXY | Enrolled::INBOUND);
+            let relevant = |flags: u32| (flags & Enrolled::PROXY, takes_inbound(flags));
             let held = capture.held().namespaces.get(&namespace.cookie);
             if entry.flags & Enrolled::PROXY == 0
                 || held.is_none_or(|held| relevant(held.flags) != relevant(entry.flags))

@@ -32,6 +32,10 @@ const OVER_BUDGET: &str = "its rules name more ports, ranges, users, groups and 
      in tables RULES and RANGES has room for, so these lists have no effect: all of its connections are captured that \
      the configuration does not exclude. Use shorter lists";
 
+/// The consequence of [`plan::enrol::Unlisted::hbone`].
+const WITHOUT_HBONE: &str = "table KNOWN has no room for the addresses of all Pods that speak HBONE, so all connections of \
+     workloads with identities go to the proxy, and none passes while the proxy does not listen";
+
 /// How long the agent remembers that the log has named the objects of a namespace, after it has none.
 const REMEMBERED: Duration = Duration::from_hours(1);
 
@@ -308,7 +312,9 @@ impl Mesh {
         }
         if !view.members.is_empty() {
             let unknown = known(view.snapshot, view.members, wanted);
-            draft.left_out.extend(unknown_endpoints(&unknown));
+            draft.left_out.extend(unknown_endpoints(&unknown.endpoints));
+            let hbone = unknown.hbone.then(|| WITHOUT_HBONE.to_owned());
+            draft.left_out.extend(hbone);
         }
         let left_out = fit_addresses(wanted);
         for (name, number) in self.enroller.numbers() {

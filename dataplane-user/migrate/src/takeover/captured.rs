@@ -180,7 +180,7 @@ impl Captured {
             "outbound",
             String::new(),
             captures(of_rules.outbound != 0),
-            captures(flag(Enrolled::PROXY)),
+            captures(flag(Enrolled::PROXY) && !flag(Enrolled::ONLY_HBONE)),
         );
         // The rules redirect connections to the proxy even if the proxy does not listen.
         let without = if flag(Enrolled::FAIL_OPEN) {

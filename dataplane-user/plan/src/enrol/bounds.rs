@@ -257,6 +257,9 @@ mod tests {
         fn is_refused(&self) -> bool {
             false
         }
+        fn speaks_hbone(&self) -> bool {
+            false
+        }
         fn listens(&self) -> bool {
             true
         }

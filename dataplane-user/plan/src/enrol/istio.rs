@@ -82,6 +82,15 @@ pub(super) fn limits(
     (limiting, refused)
 }
 
+/// Returns whether policies of a workload may refuse plain connections or report a dry run, or whether policies cannot be read.
+pub(super) fn may_be_refused(istio: &Istio, workload: &Workload) -> bool {
+    let of = istio.policies_of(workload.name.namespace(), &workload.labels);
+    let mut ports = of.plaintext.ports().into_iter();
+    let has_strict_port = ports.any(|(_, ports)| ports.values().any(|is_strict| *is_strict));
+    let is_strict = has_strict_port || of.plaintext.refused().is_some();
+    of.unread || !of.authorizations.is_empty() || is_strict
+}
+
 /// Returns a text for each namespace whose objects limit connections of these workloads. `foreign`: whether the proxy is
 /// not the agent's.
 pub fn limited(istio: &Istio, members: &[Member], foreign: bool) -> BTreeMap<Arc<str>, String> {
@@ -158,7 +167,9 @@ pub fn unread(istio: &Istio, members: &[Member], foreign: bool) -> Option<String
                 && is_judged_by_proxy(&of.workload, &of.policy)
         });
     is_any.then(|| {
-        "Istio's policies cannot be read, so the proxy refuses new connections to captured Pods in the mode proxy".to_owned()
+        "Istio's policies cannot be read, so the proxy refuses new connections to captured Pods in the mode proxy, and in auto with \
+         mesh.identity"
+            .to_owned()
     })
 }
 
@@ -307,7 +318,11 @@ mod tests {
             shop/a app=web STRICT 80=OFF; shop/b * deny => * | b a";
         for case in cases.lines().skip(1) {
             let (policies, wanted) = case.split_once("=>").unwrap();
-            let (objects, refused) = limits(&istio(policies), &pod("app=web,b=2"), false);
+            let (istio, pod) = (istio(policies), pod("app=web,b=2"));
+            let (objects, refused) = limits(&istio, &pod, false);
+            let is_limited = !wanted.trim().is_empty() && !policies.contains("custom");
+            let is_judged = is_limited || policies.contains(" all");
+            assert_eq!(may_be_refused(&istio, &pod), is_judged, "{case}");
             let names: Vec<&str> = objects.iter().map(|(_, name)| &**name).collect();
             let mut found = told(&refused);
             if !names.is_empty() {

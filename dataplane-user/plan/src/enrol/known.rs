@@ -1,5 +1,5 @@
-//! The destinations that workloads with `egress: deny` may reach, and their share of table `KNOWN`. An entry that is left
-//! out never opens a destination.
+//! The destinations that workloads with `egress: deny` may reach, and those that speak HBONE, and their share of table
+//! `KNOWN`. An entry that is left out never opens a destination, and never makes a connection plaintext.
 
 use std::{
     cmp::Reverse,
@@ -9,7 +9,7 @@ use std::{
 
 use dataplane_common::{
     Port, Protocol,
-    capture::{self, CAPTURED, EXCLUDED, REACHABLE},
+    capture::{self, CAPTURED, EXCLUDED, Enrolled, HBONE, LISTED, REACHABLE},
     tables::FrontendKey,
 };
 use ipnet::{IpNet, Ipv4Net};
@@ -25,10 +25,51 @@ use super::{
     budgets::part,
 };
 
-/// Adds the destinations that a workload with `egress: deny` may reach, and the addresses that get a label. Returns the
-/// services and pods that are left out because their namespaces have too many endpoints.
-pub fn known(snapshot: &Snapshot, members: &[Member], wanted: &mut Captured) -> Vec<ServiceName> {
-    known_within(snapshot, members, wanted, part(capture::KNOWN))
+/// The destinations that `KNOWN` has no room for.
+#[derive(Debug, Default)]
+pub struct Unlisted {
+    /// The services and pods that workloads with `egress: deny` cannot reach because their namespaces have too many endpoints.
+    pub endpoints: Vec<ServiceName>,
+    /// The workloads that speak HBONE have too many addresses, so all connections of workloads with identities go to the proxy.
+    pub hbone: bool,
+}
+
+/// Adds the destinations that a workload with `egress: deny` may reach, the addresses of workloads that speak HBONE, and the
+/// addresses that get a label.
+pub fn known(snapshot: &Snapshot, members: &[Member], wanted: &mut Captured) -> Unlisted {
+    let room = part(capture::KNOWN);
+    let hbone = !add_hbone(snapshot, wanted, room / 2);
+    let endpoints = known_within(snapshot, members, wanted, room);
+    Unlisted { endpoints, hbone }
+}
+
+/// Adds the addresses of workloads that speak HBONE, if entries of workloads need them: a connection to such an address must not
+/// go direct. Returns false if there is no room.
+fn add_hbone(snapshot: &Snapshot, wanted: &mut Captured, room: u64) -> bool {
+    let in_namespaces = wanted.namespaces.values_mut().map(|entry| &mut entry.flags);
+    let by_packets = wanted.locals.values_mut().map(|local| &mut local.flags);
+    let flags = in_namespaces.chain(by_packets);
+    let encrypting: Vec<_> = flags
+        .filter(|flags| **flags & Enrolled::ENCRYPTS != 0)
+        .collect();
+    if encrypting.is_empty() {
+        return true;
+    }
+    let speaking = snapshot.workloads.values().filter(|of| of.speaks_hbone);
+    let addresses = speaking.flat_map(|of| &of.addresses);
+    let keys = addresses.map(|addr| FrontendKey::address((*addr).into()));
+    let keys: BTreeSet<_> = keys.collect();
+    let has_room = keys.len() as u64 <= room;
+    if !has_room {
+        for flags in encrypting {
+            *flags &= !(Enrolled::ONLY_HBONE | Enrolled::FAIL_OPEN);
+        }
+    }
+    // Those that fit stay also without room for all: they are removed only after the flags have changed.
+    let fitting = keys.into_iter().zip(0..room);
+    let entries = fitting.map(|(key, _)| (key, LISTED | HBONE));
+    wanted.known.extend(entries);
+    has_room
 }
 
 /// As [`known`], with `room` entries in `KNOWN`.
@@ -47,7 +88,7 @@ fn known_within(
             break;
         }
         let key = FrontendKey::address((*addr).into());
-        wanted.known.insert(key, 1);
+        wanted.known.entry(key).or_insert(LISTED);
     }
     if members.iter().all(|m| m.policy.egress != Egress::Deny) {
         return Vec::new();
@@ -73,7 +114,9 @@ fn known_within(
         all.len() as u64 <= room
     });
     if fits {
-        wanted.known.extend(all.into_iter().map(|key| (key, 1)));
+        wanted
+            .known
+            .extend(all.into_iter().map(|key| (key, LISTED)));
         return Vec::new();
     }
     let mut shares = Shares::of([room]);
@@ -95,7 +138,9 @@ fn known_within(
         let mut left = shares.budget();
         for item in items {
             if shares::take(&item.cost(), &mut left) {
-                wanted.known.extend(item.keys.iter().map(|key| (*key, 1)));
+                wanted
+                    .known
+                    .extend(item.keys.iter().map(|key| (*key, LISTED)));
             } else {
                 left_out.push(item.name.clone());
             }
@@ -159,7 +204,7 @@ fn state(stated: &Reachable, wanted: &mut Captured) {
         for protocol in [Protocol::TCP, Protocol::UDP] {
             let port = Port::new(server.port());
             let key = FrontendKey::new(server.ip().into(), port, protocol);
-            wanted.known.insert(key, 1);
+            wanted.known.insert(key, LISTED);
         }
     }
 }
@@ -179,6 +224,49 @@ mod tests {
         budgets::tests::{pod, snapshot},
         members,
     };
+
+    /// Each line has the flags of a workload, the room, and then its flags and the values of the addresses of two Pods, of which
+    /// the first one speaks HBONE.
+    #[test]
+    fn addresses_that_speak_hbone_are_all_there_or_everything_goes_to_the_proxy() {
+        let (encrypts, pass) = (Enrolled::ENCRYPTS, Enrolled::FAIL_OPEN);
+        let only = encrypts | Enrolled::ONLY_HBONE | pass;
+        for (flags, room, wanted, values) in [
+            (only, 1, only, [LISTED | HBONE, LISTED]),
+            (only, 0, encrypts, [LISTED; 2]),
+            (encrypts, 1, encrypts, [LISTED | HBONE, LISTED]),
+            (pass, 0, pass, [LISTED; 2]),
+        ] {
+            let pods = [pod("shop", "a", 1), pod("shop", "b", 1)];
+            let mut snapshot = snapshot(pods);
+            for (number, addr) in (1..).zip(["10.0.0.1", "10.0.0.2"]) {
+                let name = WorkloadName::new("other", addr);
+                let pod = Workload {
+                    addresses: [addr.parse().unwrap()].into_iter().collect(),
+                    speaks_hbone: number == 1,
+                    ..Workload::new(name.clone(), Place::Elsewhere)
+                };
+                snapshot.workloads.insert(name, Arc::new(pod));
+            }
+            let entry = Enrolled {
+                flags,
+                ..Enrolled::default()
+            };
+            let mut tables = Captured::default();
+            tables.namespaces.insert(7, entry);
+            assert_eq!(
+                add_hbone(&snapshot, &mut tables, room),
+                wanted == flags || flags == pass
+            );
+            known_within(&snapshot, &[], &mut tables, 1000);
+            assert_eq!(tables.namespaces[&7].flags, wanted);
+            let value = |addr: &str| {
+                let addr: IpAddr = addr.parse().unwrap();
+                tables.known[&FrontendKey::address(addr.into())]
+            };
+            assert_eq!(["10.0.0.1", "10.0.0.2"].map(value), values);
+        }
+    }
 
     #[test]
     fn a_namespace_with_too_many_endpoints_is_unknown_and_the_others_are_known() {

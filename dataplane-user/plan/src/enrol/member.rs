@@ -22,9 +22,19 @@ pub struct Member {
     pub ineffective: Vec<String>,
     /// Whether the configuration denies it egress, and not only its own labels and annotations.
     pub denied_by_operator: bool,
+    /// Its mode is `auto`, and the agent's proxy makes tunnels: of its outbound connections, only those to destinations that speak
+    /// HBONE go to the proxy. Its policy has the mode `proxy`.
+    pub auto: Option<Auto>,
     /// The namespaces and names of Istio's policies that limit its inbound connections and that nothing enforces, not all if
     /// they are many.
     pub limited_by: Vec<(Arc<str>, Arc<str>)>,
+}
+
+/// The inbound connections of a workload with [`Member::auto`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Auto {
+    /// Plain connections go to the proxy: Istio's policies may refuse them, or cannot be read. Otherwise, they go direct.
+    pub plain_to_proxy: bool,
 }
 
 impl Member {
@@ -46,6 +56,7 @@ impl Member {
             over_budget: false,
             ineffective: Vec::new(),
             denied_by_operator: false,
+            auto: None,
             limited_by: Vec::new(),
         }
     }

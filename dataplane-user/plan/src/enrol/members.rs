@@ -10,10 +10,10 @@ use model::{
 };
 
 use super::{
-    Member,
+    Auto, Member,
     bounds::Bounds,
     budgets::{ROOM, over_budget, without_lists},
-    istio::{is_carried, is_judged_by_proxy, limits},
+    istio::{is_carried, is_judged_by_proxy, limits, may_be_refused},
     statements::statements,
 };
 
@@ -22,6 +22,10 @@ const NOT_REFUSED: &str = "Istio's policies limit connections to the Pod, and me
      them, because the Pod is captured by its packets; use NetworkPolicies, or capturedBy: sockets";
 
 /// The node's configuration of capture. Each layer has a name for people.
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a choice of the configuration"
+)]
 #[derive(Clone, Debug, Default)]
 pub struct MeshStatements {
     /// Workloads that the configuration names, whether the source has them or not.
@@ -38,6 +42,8 @@ pub struct MeshStatements {
     pub all: Vec<(String, Rules)>,
     /// Whether each workload has its own proxy beside it. A workload that declares a sidecar can then be captured.
     pub sidecars: bool,
+    /// Whether the agent's proxy makes and accepts tunnels.
+    pub tunnels: bool,
     /// Whether only queries are captured, because the configuration has no mesh.
     pub without_mesh: bool,
     /// Whether queries of workloads are captured whose connections are not.
@@ -89,6 +95,7 @@ pub(super) fn members_within(
                     over_budget,
                     ineffective: Vec::new(),
                     denied_by_operator: false,
+                    auto: None,
                     limited_by: Vec::new(),
                 });
         };
@@ -96,6 +103,13 @@ pub(super) fn members_within(
         bounds.judge(&mut policy);
         let workload = judged(&workload, &bounds, by_sidecar);
         let workload = unless_excluded(said, workload);
+        let is_auto = policy.mode == Mode::Auto
+            && said.tunnels
+            && workload.place == Place::Address
+            && !workload.account.is_empty();
+        if is_auto {
+            policy.mode = Mode::Proxy;
+        }
         let mut limited_by = Vec::new();
         if is_carried(&workload, &policy, said.sidecars) {
             let mut refused;
@@ -113,11 +127,14 @@ pub(super) fn members_within(
         Some(Member {
             policy,
             rules: statements(&layers),
-            workload,
             over_budget,
             ineffective,
             denied_by_operator,
+            auto: is_auto.then(|| Auto {
+                plain_to_proxy: may_be_refused(&snapshot.istio, &workload),
+            }),
             limited_by,
+            workload,
         })
     };
     let mut members: Vec<Member> = workloads
@@ -322,6 +339,61 @@ mod tests {
         let exempt = (Place::Exempt(Exempt::Sidecar), Mode::Kernel);
         for (sidecars, is_named) in [(true, false), (false, true), (false, false)] {
             assert_eq!(by(sidecars, is_named), exempt, "{sidecars} {is_named}");
+        }
+    }
+
+    /// Each line has the mode, whether there are tunnels, the service account, how the workload is captured, and then the mode
+    /// that results and whether only connections to destinations that speak HBONE go to the proxy.
+    #[test]
+    fn auto_uses_the_proxy_if_it_makes_tunnels_for_the_workload() {
+        let (sockets, packets) = (CapturedBy::Sockets, CapturedBy::Packets);
+        for (mode, tunnels, account, by, wanted) in [
+            (None, true, "web", sockets, (Mode::Proxy, true)),
+            (None, true, "web", packets, (Mode::Proxy, true)),
+            (None, true, "", sockets, (Mode::Auto, false)),
+            (None, false, "web", sockets, (Mode::Auto, false)),
+            (Some(Mode::Auto), true, "web", sockets, (Mode::Proxy, true)),
+            (
+                Some(Mode::Proxy),
+                true,
+                "web",
+                sockets,
+                (Mode::Proxy, false),
+            ),
+            (
+                Some(Mode::Kernel),
+                true,
+                "web",
+                sockets,
+                (Mode::Kernel, false),
+            ),
+        ] {
+            let pod = Workload {
+                account: account.into(),
+                ..Workload::new(WorkloadName::new("shop", "web"), Place::Address)
+            };
+            let all = Rules {
+                captured: Some(true),
+                captured_by: Some(by),
+                mode,
+                ..Rules::default()
+            };
+            let said = MeshStatements {
+                all: vec![("mesh.rules".to_owned(), all)],
+                tunnels,
+                ..MeshStatements::default()
+            };
+            let mut snapshot = Snapshot {
+                workloads: [(pod.name.clone(), Arc::new(pod))].into_iter().collect(),
+                ..Snapshot::default()
+            };
+            for unread in [false, true] {
+                snapshot.istio.unread = unread;
+                let found = members(&said, &snapshot).pop().unwrap();
+                assert!(found.auto.is_none_or(|auto| auto.plain_to_proxy == unread));
+                let found = (found.policy.mode, found.auto.is_some());
+                assert_eq!(found, wanted, "{mode:?} {tunnels} {account} {by:?}");
+            }
         }
     }
 

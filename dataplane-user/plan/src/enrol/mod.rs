@@ -20,8 +20,8 @@ pub use budgets::fit_addresses;
 use dataplane_common::capture::{CAPTURED, EXCLUDED, Enrolled, Local, RuleKey, TUNNELS};
 pub use istio::{consequence, limited, missing_root, unread};
 pub use kept::{Retained, Unknown};
-pub use known::known;
-pub use member::Member;
+pub use known::{Unlisted, known};
+pub use member::{Auto, Member};
 pub use members::{MeshStatements, members};
 use model::{Workload, WorkloadName};
 pub use statements::{Statement, statements};
@@ -148,6 +148,15 @@ impl Enroller {
         if self.tunnels && flags & Enrolled::INBOUND != 0 && !accepts_itself {
             flags |= Enrolled::TUNNELS;
         }
+        if self.tunnels && flags & Enrolled::PROXY != 0 && !member.workload.account.is_empty() {
+            flags |= Enrolled::ENCRYPTS;
+            if let Some(auto) = member.auto {
+                flags |= Enrolled::ONLY_HBONE;
+                if !auto.plain_to_proxy {
+                    flags &= !Enrolled::INBOUND;
+                }
+            }
+        }
         Enrolled {
             policy,
             flags,
@@ -243,6 +252,46 @@ mod tests {
     use model::{Inbound, Mode, Policy, Snapshot};
 
     use super::*;
+
+    /// Each line has whether plain connections go to the proxy if the mode is `auto`, whether the agent has certificates, the
+    /// service account, and the flags that result.
+    #[test]
+    fn with_auto_only_judged_connections_come_by_the_proxy() {
+        let flags = [
+            Enrolled::PROXY,
+            Enrolled::INBOUND,
+            Enrolled::TUNNELS,
+            Enrolled::ENCRYPTS,
+            Enrolled::ONLY_HBONE,
+        ];
+        for (auto, tunnels, account, wanted) in [
+            (Some(false), true, "web", [true, false, true, true, true]),
+            (Some(true), true, "web", [true, true, true, true, true]),
+            (None, true, "web", [true, true, true, true, false]),
+            (None, true, "", [true, true, true, false, false]),
+            (None, false, "web", [true, true, false, false, false]),
+        ] {
+            let of_node = Member::of_node(&Snapshot::default());
+            let workload = Workload {
+                account: account.into(),
+                ..(*of_node.workload).clone()
+            };
+            let member = Member {
+                policy: Policy {
+                    mode: Mode::Proxy,
+                    ..Policy::default()
+                },
+                workload: Arc::new(workload),
+                auto: auto.map(|plain_to_proxy| Auto { plain_to_proxy }),
+                ..of_node
+            };
+            let mut tables = Captured::default();
+            let mut enroller = Enroller::after(&tables, false, tunnels);
+            let entry = enroller.enrol(&member, &mut tables);
+            let found = flags.map(|flag| entry.flags & flag != 0);
+            assert_eq!(found, wanted, "{auto:?} {tunnels} {account}");
+        }
+    }
 
     #[test]
     fn workloads_whose_inbound_connections_go_to_the_agents_proxy_accept_tunnels() {

@@ -152,6 +152,12 @@ impl Planner {
             keep(&mut pools.local, local || is_external);
             keep(&mut pools.cluster, cluster || local);
         }
+        // A flag needs no room, and must not wait.
+        for index in before.indices() {
+            let block = self.mirror.pools[index as usize].pool.block;
+            let flags = self.reach.flags(self.mirror.block(block)) & Block::HBONE;
+            self.mirror.add_flags(index, flags, writes);
+        }
         if before.indices().next().is_some() {
             self.services.insert(service.name.clone(), before);
         }

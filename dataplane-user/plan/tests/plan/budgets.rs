@@ -7,12 +7,12 @@ use std::{
 
 use dataplane_common::{
     Addr, Port,
-    tables::{FrontendKey, Kind},
+    tables::{Block, FrontendKey, Kind},
 };
 use dataplane_plan::{Departures, LeftOut, Plan, Planner, Room};
 use model::{
-    Endpoint, Hints, Protocol, Records, Service, ServiceName, ServicePort, ServiceType, Snapshot,
-    TrafficPolicy,
+    Endpoint, Hints, Place, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
+    Snapshot, TrafficPolicy, Workload, WorkloadName,
 };
 
 use super::sim::Sim;
@@ -180,6 +180,39 @@ fn a_service_that_fills_a_table_is_left_out_by_itself() {
     small.set([service("thief", "huge", (1, 1000), 43, 100)]);
     assert_eq!(small.endpoints(1000, 43), Some(100));
     assert!(small.left_out().is_empty() && small.problems().is_empty());
+}
+
+#[test]
+fn a_service_that_waits_for_room_says_that_an_endpoint_speaks_hbone() {
+    let mut small = Small::new(FEW_SLOTS);
+    small.snapshot.reachable = Some(Arc::default());
+    let plan = |small: &mut Small| {
+        let plan = small.planner.plan(&small.snapshot);
+        small.sim.apply(&plan, |_| {});
+        let web = small.sim.keys[&key(1, 1)];
+        small.sim.resolve(web).inside().1 & Block::HBONE
+    };
+    // No grace period passes, so no slot is freed.
+    for change in 0..20 {
+        let mut web = service("shop", "web", (1, 1), 1, 4000);
+        web.ports[0].endpoints[0].port += change;
+        let name = web.name.clone();
+        small.snapshot.services.insert(name, Arc::new(web));
+        assert_eq!(plan(&mut small), 0);
+        if small.planner.is_waiting() {
+            break;
+        }
+    }
+    assert!(small.planner.is_waiting());
+    let name = WorkloadName::new("shop", "web-1");
+    let pod = Workload {
+        addresses: ["10.244.0.1".parse().unwrap()].into_iter().collect(),
+        speaks_hbone: true,
+        ..Workload::new(name.clone(), Place::Elsewhere)
+    };
+    small.snapshot.workloads.insert(name, Arc::new(pod));
+    assert_eq!(plan(&mut small), Block::HBONE);
+    assert!(small.planner.is_waiting());
 }
 
 #[test]

@@ -3,13 +3,14 @@
 use std::{net::IpAddr, path::Path};
 
 use anyhow::{Context as _, Result, ensure};
+use dataplane_common::Reason;
 use dataplane_tests::{Agent, Host, Lab, Process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::pod_of;
 use crate::{
-    cluster::{ask, eventually, lived, reaches, serve},
+    cluster::{ask, counted, eventually, lived, reaches, refused, serve},
     manifest::{Manifests, Service},
     sockets::{arrived, tap},
 };
@@ -21,6 +22,8 @@ scenarios! {
     without_the_other_agent_it_is_refused,
     tunnels_survive_another_agent,
     status_names_pods_that_nothing_announces,
+    auto_tunnels_only_what_speaks_hbone,
+    auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
 }
 
 /// Plaintext that each request of `probe http` has.
@@ -29,6 +32,7 @@ const HBONE: u16 = 15008;
 
 /// A client `app` on node1; `far` on node2, which speaks HBONE, and `plain`, which does not.
 struct World {
+    rules: Value,
     agents: Vec<Agent>,
     manifests: Manifests,
     _servers: Vec<Process>,
@@ -50,8 +54,13 @@ fn object(of: &Host, node: &str, is_captured: bool) -> Value {
 }
 
 impl World {
-    /// Runs an agent on each node. `authorities`: the directories of their authorities, which are made.
+    /// Runs an agent on each node, in the mode `proxy`. `authorities`: the directories of their authorities, which are made.
     fn new(authorities: [&str; 2]) -> Result<Self> {
+        Self::with(authorities, json!({ "mode": "proxy" }))
+    }
+
+    /// As [`World::new`], with these rules for all workloads.
+    fn with(authorities: [&str; 2], rules: Value) -> Result<Self> {
         let lab = Lab::builder()
             .node("node1")
             .node("node2")
@@ -61,23 +70,16 @@ impl World {
             .build()?;
         let servers = ["far", "plain"].map(|name| serve(lab.pod(name)));
         let servers = servers.into_iter().collect::<Result<_>>()?;
-        let pods = [
-            object(lab.pod("app"), "node1", true),
-            object(lab.pod("far"), "node2", true),
-            object(lab.pod("plain"), "node2", false),
-        ];
-        let web = Service::new("web", &["10.96.0.10"])
-            .port("http", 80, 80)
-            .endpoints(&[lab.pod("far")]);
         let manifests = Manifests::new(&[])?;
-        manifests.write_with(&[web], &pods)?;
         let mut world = Self {
+            rules,
             agents: Vec::new(),
             manifests,
             _servers: servers,
             state: tempfile::tempdir()?,
             lab,
         };
+        world.write(true, &[])?;
         for (node, authority) in ["node1", "node2"].into_iter().zip(authorities) {
             let agent = world.agent(node, authority)?;
             world.agents.push(agent);
@@ -85,11 +87,31 @@ impl World {
         Ok(world)
     }
 
+    /// Writes the services `web` of `far` and `bare` of `plain`, the Pods and other objects. `announced`: whether `far` has the
+    /// annotation.
+    fn write(&self, announced: bool, others: &[Value]) -> Result<()> {
+        let pod = |name: &str| self.lab.pod(name);
+        let mut far = object(pod("far"), "node2", true);
+        if !announced {
+            far["metadata"]["annotations"] = json!({});
+        }
+        let app = object(pod("app"), "node1", true);
+        let pods = [app, far, object(pod("plain"), "node2", false)];
+        let service = |name, ip, endpoint| {
+            let service = Service::new(name, &[ip]).port("http", 80, 80);
+            service.endpoints(&[pod(endpoint)])
+        };
+        let web = service("web", "10.96.0.10", "far");
+        let bare = service("bare", "10.96.0.11", "plain");
+        let objects = [&pods, others].concat();
+        Ok(self.manifests.write_with(&[web, bare], &objects)?)
+    }
+
     fn agent(&self, node: &str, authority: &str) -> Result<Agent> {
         let directory = self.state.path().join(authority);
         let mesh = json!({
             "identity": { "source": { "ca": { "directory": directory } } },
-            "rules": { "mode": "proxy" },
+            "rules": self.rules,
         });
         let builder = self.lab.agent(node).in_the_nodes_cgroup().sockets_only();
         let builder = builder.manifests(self.manifests.path());
@@ -260,4 +282,131 @@ fn status_names_pods_that_nothing_announces() -> Result<()> {
     pod["metadata"]["annotations"] = json!({});
     world.manifests.write_with(&[], &[pod])?;
     warned(true)
+}
+
+/// What leads to `far`, and what leads to `plain`, which does not speak HBONE.
+const TO_FAR: [&str; 2] = ["10.244.2.5:80", "10.96.0.10:80"];
+const TO_PLAIN: [&str; 2] = ["10.244.2.6:80", "10.96.0.11:80"];
+
+impl World {
+    /// Wants `explain` to say this of a connection of `app` in the mode `auto`, once the agent has the present manifests.
+    fn says(&self, to: &str, reason: Reason, why: &str) -> Result<()> {
+        eventually(|| {
+            let explain = |more: &[&str]| {
+                let arguments = [&["explain", "default/app", to], more].concat();
+                self.agents[0].dataplane(arguments)
+            };
+            let text = explain(&[]).run()?;
+            ensure!(text.contains(why), "{to}: no {why:?}: {text}");
+            let told: Value = explain(&["-o", "json"]).json()?;
+            let found = &told["capture"][0];
+            ensure!(found["reason"] == reason.word(), "{to}: {told:#}");
+            let is_by_mode = found["rule"]["about"] == "mode" && found["rule"]["says"] == "auto";
+            ensure!(is_by_mode == (reason == Reason::Direct), "{to}: {told:#}");
+            Ok(())
+        })
+    }
+
+    /// Wants a connection of `app` to be counted for this reason.
+    fn counts(&self, to: &str, reason: Reason, endpoint: &str) -> Result<()> {
+        let work = || reaches(self.app(), to, "http", &[endpoint]);
+        let (_, count) = counted(&self.agents[0], reason, work)?;
+        ensure!(count > 0, "{to}: not counted as {}", reason.word());
+        Ok(())
+    }
+}
+
+/// With `withoutProxy: pass`, too, nothing reaches `far` in plaintext while it speaks HBONE.
+fn auto_tunnels_only_what_speaks_hbone() -> Result<()> {
+    let rules = json!({ "mode": "auto", "withoutProxy": "pass" });
+    let mut world = World::with(["ca", "ca"], rules)?;
+    for (to, why) in TO_PLAIN.into_iter().zip([
+        "no Pod at this address is known to speak HBONE",
+        "no endpoint of the service speaks HBONE",
+    ]) {
+        world.says(to, Reason::Direct, why)?;
+        world.counts(to, Reason::Direct, "plain")?;
+    }
+    let tunnelled = |world: &World| -> Result<()> {
+        for (to, why) in TO_FAR.into_iter().zip([
+            "the Pod at this address speaks HBONE",
+            "an endpoint of the service speaks HBONE",
+        ]) {
+            world.says(to, Reason::Captured, why)?;
+            // The proxy has the change a little later than the tables.
+            eventually(|| {
+                let taps = world.taps()?;
+                world.counts(to, Reason::Captured, "far")?;
+                ensure!(world.only_tunnels(&taps)? > 0, "{to}: no tunnel");
+                Ok(())
+            })?;
+        }
+        Ok(())
+    };
+    tunnelled(&world)?;
+    world.write(false, &[])?;
+    for to in TO_FAR {
+        world.says(to, Reason::Direct, "HBONE")?;
+        let taps = world.taps()?;
+        world.counts(to, Reason::Direct, "far")?;
+        let seen = taps.iter().flat_map(arrived);
+        let plain = seen.filter(|frame| has(frame, PLAINTEXT)).count();
+        ensure!(plain > 0, "{to}: not direct");
+    }
+    world.write(true, &[])?;
+    tunnelled(&world)?;
+    let status = world.agents[0].status()?;
+    let status = String::from_utf8_lossy(&status.stdout).into_owned();
+    let rows = || status.lines().filter(|line| line.contains("default/app"));
+    ensure!(rows().any(|row| row.contains(" auto ")), "{status}");
+    world.agents[0].kill();
+    let taps = world.taps()?;
+    for to in TO_FAR {
+        refused(world.app(), to, "http")?;
+    }
+    world.only_tunnels(&taps)?;
+    for to in TO_PLAIN {
+        reaches(world.app(), to, "http", &["plain"])?;
+    }
+    Ok(())
+}
+
+/// `far` accepts plaintext of `plain` directly, until a policy demands an identity.
+fn auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod() -> Result<()> {
+    let world = World::with(["ca", "ca"], json!({ "mode": "auto" }))?;
+    let (agent, plain) = (&world.agents[1], world.lab.pod("plain"));
+    let to = TO_FAR[0];
+    let inbound = |reason: Reason| {
+        eventually(|| {
+            let explain = agent.dataplane(["explain", "10.244.2.6", to, "-o", "json"]);
+            let told: Value = explain.json()?;
+            let found = &told["capture"][0];
+            ensure!(found["reason"] == reason.word(), "{told:#}");
+            Ok(())
+        })
+    };
+    inbound(Reason::Direct)?;
+    let work = || reaches(plain, to, "http", &["far"]);
+    let (_, captured) = counted(agent, Reason::CapturedInbound, work)?;
+    ensure!(captured == 0, "plaintext went to the proxy");
+    reaches(world.app(), to, "http", &["far"])?;
+    let strict = json!({
+        "apiVersion": "security.istio.io/v1",
+        "kind": "PeerAuthentication",
+        "metadata": { "name": "strict", "namespace": "default" },
+        "spec": { "mtls": { "mode": "STRICT" } },
+    });
+    world.write(true, &[strict])?;
+    inbound(Reason::CapturedInbound)?;
+    let work = || ask(plain, to, "http");
+    let (report, captured) = counted(agent, Reason::CapturedInbound, work)?;
+    ensure!(
+        captured > 0 && report.answered == 0,
+        "plaintext in spite of STRICT: {report:?}, {captured}"
+    );
+    reaches(world.app(), to, "http", &["far"])?;
+    world.write(true, &[])?;
+    inbound(Reason::Direct)?;
+    reaches(plain, to, "http", &["far"])?;
+    Ok(())
 }

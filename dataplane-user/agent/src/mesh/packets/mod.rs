@@ -31,6 +31,7 @@ const NOT_THERE: u32 = Enrolled::INBOUND
     | Enrolled::REFUSES_OTHER_PORTS
     | Enrolled::HAS_INTERFACES
     | Enrolled::TUNNELS
+    | Enrolled::ONLY_HBONE
     | Enrolled::VIRTUAL
     | Enrolled::HAS_USERS
     | Enrolled::ONLY_USERS;

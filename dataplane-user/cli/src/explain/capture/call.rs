@@ -1,8 +1,8 @@
 //! A connection, with the facts that the programs look up about it.
 
 use dataplane_common::{
-    Addr, Port, Protocol,
-    capture::{self, Enrolled, ListenerKey, RuleKey},
+    Addr, Port, Protocol, Reason,
+    capture::{self, Circumstances as _, Enrolled, HBONE, ListenerKey, RuleKey},
     decide, first,
     tables::{Block, Endpoint, Frontend, FrontendKey},
 };
@@ -65,6 +65,16 @@ impl capture::Circumstances for Call<'_> {
         decide::is_refused(self.tables, self.frontend())
     }
 
+    fn speaks_hbone(&self) -> bool {
+        let frontend = self.frontend();
+        if !frontend.is_none() {
+            return decide::may_speak_hbone(self.tables, frontend);
+        }
+        let key = FrontendKey::address(self.to.0);
+        let known = self.mesh.held.known.get(&key);
+        known.is_some_and(|known| known & HBONE != 0)
+    }
+
     fn listens(&self) -> bool {
         if self.is_by_packets() {
             let key = ListenerKey::of_packets(self.enrolled.workload, self.to.0.is_v4());
@@ -82,6 +92,31 @@ impl Call<'_> {
             let found = namespace.inside(move || kernel::listening(port));
             found.is_ok_and(|all| all.iter().any(|socket| socket.takes_loopback(v4)))
         })
+    }
+
+    /// Says whether the destination speaks HBONE, if this decides.
+    pub fn about_hbone(&self, reason: Reason) -> Option<String> {
+        let has = |flag| self.enrolled.flags & flag != 0;
+        let decides = match reason {
+            Reason::Captured | Reason::Direct => has(Enrolled::ONLY_HBONE),
+            Reason::ProxyDown => has(Enrolled::ENCRYPTS) && self.speaks_hbone(),
+            _ => false,
+        };
+        let frontend = self.frontend();
+        let block = decide::Tables::pool(self.tables, frontend.pool()).map(|pool| pool.block);
+        let has_flag = block.is_some_and(|block| block.flags() & Block::HBONE != 0);
+        let text = match (frontend.is_none(), self.speaks_hbone()) {
+            (true, true) => "the Pod at this address speaks HBONE, so only the proxy may connect",
+            (true, false) => "no Pod at this address is known to speak HBONE",
+            (false, true) if has_flag => {
+                "an endpoint of the service speaks HBONE, so only the proxy may connect"
+            }
+            (false, true) => {
+                "the service has source ranges, so its endpoint is drawn later and may speak HBONE: only the proxy may connect"
+            }
+            (false, false) => "no endpoint of the service speaks HBONE",
+        };
+        decides.then(|| text.to_owned())
     }
 
     /// Returns the number of slots of a service's endpoints that the egress policy denies, and the number of all slots.

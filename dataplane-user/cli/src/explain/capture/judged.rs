@@ -8,6 +8,10 @@ use dataplane_common::Reason;
 use super::{Destination, Outcome};
 use crate::policies;
 
+/// Why a plain inbound connection goes direct although the workload has a proxy.
+pub(super) const WITHOUT_POLICIES: &str = "no AuthorizationPolicy or PeerAuthentication of the workload may refuse plain \
+     connections, so they do not go to the proxy";
+
 impl Outcome {
     /// Adds the decision of the workload's policies about a connection that goes to the proxy, in plaintext.
     pub fn judge(&mut self, agent: &Agent, client: Option<IpAddr>, to: Destination) {

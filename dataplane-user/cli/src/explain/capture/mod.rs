@@ -31,6 +31,7 @@ use serde::Serialize;
 use terminal::netns;
 
 use self::call::Call;
+use self::judged::WITHOUT_POLICIES;
 pub use self::rule::Rule;
 use super::{Destination, Namespace};
 
@@ -231,6 +232,7 @@ impl Mesh {
                  exempts only endpoints that it excludes, too"
             ));
         }
+        told.steps.extend(call.about_hbone(reason));
         told.rule = self.outbound_rule(reason, &enrolled, call.to, ids);
         self.close(&mut told, reason, call.is_by_packets());
         Some(told)
@@ -260,13 +262,18 @@ impl Mesh {
         let mut reason = tunnel.unwrap_or_else(by_rules);
         if tunnel.is_some() {
             // No rule decides.
+        } else if has(Enrolled::INBOUND | Enrolled::TUNNELS) && own {
+            reason = Reason::Recursive;
         } else if !has(Enrolled::INBOUND) && reason != Reason::Unsupported {
             if !has(Enrolled::PROXY) {
                 return None;
             }
-            reason = Reason::ExcludedPort;
-        } else if has(Enrolled::INBOUND) && own {
-            reason = Reason::Recursive;
+            let is_direct = has(Enrolled::ONLY_HBONE) && reason == Reason::CapturedInbound;
+            reason = if is_direct {
+                Reason::Direct
+            } else {
+                Reason::ExcludedPort
+            };
         }
         let (netns, is_v4) = (local.netns, to.addr.is_ipv4());
         let (key, without) = if tunnel.is_some() {
@@ -295,6 +302,9 @@ impl Mesh {
             ));
         } else {
             let interface = interface.map(|(name, _)| name);
+            if reason == Reason::Direct {
+                told.steps.push(WITHOUT_POLICIES.to_owned());
+            }
             told.rule = self.inbound_rule(reason, local, to.port, interface.as_deref());
         }
         self.close(&mut told, reason, false);

@@ -82,7 +82,7 @@ impl Mesh {
                 }
             }
             Reason::EgressDenied => ("egress", String::new(), "deny"),
-            _ => return self.setting(reason, enrolled.workload),
+            _ => return self.setting(reason, enrolled),
         };
         let by = self.said_by(enrolled.workload, about, &of);
         Some(Rule {
@@ -107,15 +107,20 @@ impl Mesh {
             id: port.into(),
         };
         let listed = capture::Rules::rule(&self.held, &key) != 0;
+        // With `auto`, listed ports count also while plain connections go direct.
+        let takes_some = match local.flags & Enrolled::ONLY_HBONE {
+            0 => Enrolled::INBOUND,
+            _ => Enrolled::INBOUND | Enrolled::HAS_INBOUND_PORTS,
+        };
         let (about, of, says) = match reason {
             Reason::ExcludedInterface => ("interface", interface?.to_owned(), "excluded"),
             Reason::ExcludedPort if listed => ("inbound-port", port.to_string(), "excluded"),
-            Reason::ExcludedPort if local.flags & Enrolled::INBOUND == 0 => {
+            Reason::ExcludedPort if local.flags & takes_some == 0 => {
                 ("inbound", String::new(), "excluded")
             }
             Reason::ExcludedPort => ("inbound-others", String::new(), "excluded"),
             Reason::CapturedInbound if listed => ("inbound-port", port.to_string(), "captured"),
-            _ => return self.setting(reason, local.workload),
+            _ => return self.setting(reason, &local.enrolled()),
         };
         let by = self.said_by(local.workload, about, &of);
         Some(Rule {
@@ -127,9 +132,15 @@ impl Mesh {
     }
 
     /// Returns the setting that decides if no rule does.
-    fn setting(&self, reason: Reason, workload: u32) -> Option<Rule> {
+    fn setting(&self, reason: Reason, enrolled: &Enrolled) -> Option<Rule> {
+        let (has, workload) = (|flag| enrolled.flags & flag != 0, enrolled.workload);
         let (about, says) = match reason {
+            Reason::Direct if has(Enrolled::ONLY_HBONE) => ("mode", "auto"),
             Reason::Direct => ("mode", "kernel"),
+            // Whatever `withoutProxy` says, such a connection is not plaintext.
+            Reason::ProxyDown if has(Enrolled::ENCRYPTS) && has(Enrolled::FAIL_OPEN) => {
+                return None;
+            }
             Reason::ProxyDown => ("without-proxy", "refuse"),
             Reason::ProxyBypassed => ("without-proxy", "pass"),
             _ => return None,
