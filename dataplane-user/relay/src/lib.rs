@@ -45,7 +45,7 @@ pub use index::{Denied, Found, Index, Target, Way};
 pub use labels::{CountersKey, Labels, Party};
 pub use ledger::Ledger;
 use limits::Holders;
-pub use limits::{DnsFiles, Limits, raise_open_files};
+pub use limits::{Client, DnsFiles, Limits, raise_open_files};
 pub use metrics::{Connections, encode_connections};
 use model::{Snapshot, WorkloadName};
 pub use namespace::{Stock, local_addresses};

@@ -304,7 +304,10 @@ impl<I: Identities + 'static> Outbound<I> {
                         tunnel.fail(Error::Silent { to: key.to });
                         return;
                     }
-                    if idle >= settings.idle {
+                    // Idle tunnels end early while the process has too many.
+                    let is_crowded = self.core.registry.outbound() > self.core.most;
+                    let most = if is_crowded { settings.ping } else { settings.idle };
+                    if idle >= most.min(settings.idle) {
                         self.pool().retire_if_idle(key, tunnel);
                     }
                 }

@@ -101,6 +101,8 @@ impl Drop for Lease {
 pub struct Registry {
     tunnels: Mutex<HashMap<u64, Arc<Tunnel>>>,
     next: AtomicU64,
+    /// The number of outbound tunnels.
+    outbound: AtomicUsize,
 }
 
 /// A tunnel's entry in the registry. Dropping it removes the tunnel.
@@ -116,6 +118,9 @@ impl Drop for Entry {
     fn drop(&mut self) {
         self.tunnel.retire();
         self.registry.lock().remove(&self.id);
+        if self.tunnel.workload.is_some() {
+            self.registry.outbound.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
 
@@ -139,6 +144,9 @@ impl Registry {
             end: Notify::new(),
             failure: OnceLock::new(),
         });
+        if tunnel.workload.is_some() {
+            self.outbound.fetch_add(1, Ordering::Relaxed);
+        }
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.lock().insert(id, Arc::clone(&tunnel));
         Entry {
@@ -146,6 +154,11 @@ impl Registry {
             registry: Arc::clone(self),
             id,
         }
+    }
+
+    /// Returns the number of outbound tunnels.
+    pub fn outbound(&self) -> usize {
+        self.outbound.load(Ordering::Relaxed)
     }
 
     /// Returns the tunnels.

@@ -1,9 +1,14 @@
 //! Inbound streams, which the engine connects to the application of a workload.
 
-use std::{io, net::SocketAddr, sync::Arc, time::Instant};
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::Instant,
+};
 
 use relay::{
-    Attached, Direction, Flag, Permit, Session,
+    Attached, Client, Direction, Flag, Permit, Session,
     socket::{self, From, Manner},
 };
 use tokio::{net::TcpStream, time::timeout};
@@ -120,6 +125,10 @@ impl Inbound for Arrive {
             flow,
             done: Box::new(move |ended: CloseReason| entry.end(ended)),
         })
+    }
+
+    fn client(&self, ip: IpAddr) -> Client {
+        self.shared.relay.index().1.client(ip)
     }
 
     fn failed(&self, client: SocketAddr, error: &Error) {

@@ -100,6 +100,8 @@ impl<I: Identities + 'static> Engine<I> {
     }
 
     fn with_port(tunnels: Tunnels<I>, relay: Arc<Relay>, manner: Manner, port: u16) -> Arc<Self> {
+        let (shared, per_workload) = tunnels.files();
+        relay.limits.keep_for_tunnels(shared, per_workload);
         let engine = Arc::new(Self {
             shared: Arc::new(Shared {
                 relay,

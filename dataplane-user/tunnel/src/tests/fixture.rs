@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     sync::{
         Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
@@ -17,6 +17,7 @@ use rcgen::{
     ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams,
     SanType, SerialNumber,
 };
+use relay::Client;
 use rustls::pki_types::PrivateKeyDer;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -200,6 +201,10 @@ impl Inbound for Server {
                 let _ = ended.send((how, counted.bytes()));
             }),
         })
+    }
+
+    fn client(&self, ip: IpAddr) -> Client {
+        Client::Address(ip)
     }
 
     fn failed(&self, _: SocketAddr, error: &Error) {
