@@ -133,6 +133,7 @@ impl Listening {
 /// The state that the tunnels of a listening socket share.
 struct Served<I, A> {
     core: Arc<Core<I>>,
+    attachment: u64,
     own: Identity,
     inbound: Arc<A>,
 }
@@ -141,13 +142,14 @@ pub(super) fn listen<I: Identities + 'static>(
     core: &Arc<Core<I>>,
     workers: &Arc<[Worker]>,
     listener: TcpListener,
-    own: Identity,
+    (attachment, own): (u64, Identity),
     inbound: Arc<impl Inbound>,
 ) -> io::Result<Listening> {
     socket::prepare(&listener)?;
     let (drain, drains) = watch::channel(());
     let served = Arc::new(Served {
         core: Arc::clone(core),
+        attachment,
         own,
         inbound,
     });
@@ -255,7 +257,8 @@ async fn handshake<I: Identities + 'static, A: Inbound>(
         .handshake(stream)
         .await
         .map_err(|cause| super::outbound::broken(client, Arc::new(cause), &peer_state))?;
-    let entry = core.registry.add(peer, client, None, peer_state);
+    let ends = (served.attachment, None);
+    let entry = core.registry.add(peer, client, ends, peer_state);
     check.renew(&core.trust, client)?;
     Ok((connection, entry))
 }

@@ -216,25 +216,29 @@ impl<I: Identities + 'static> Tunnels<I> {
         worker.spawn(work(Outbound::new(&self.core, worker)));
     }
 
-    /// Accepts the tunnels to the workload with the identity `own` until the result is dropped.
+    /// Accepts the tunnels to the workload of an attachment, with the identity `own`, until the result is dropped.
     ///
     /// # Errors
     /// If the socket cannot be used.
     fn listen(
         &self,
         listener: TcpListener,
-        own: Identity,
+        (attachment, own): (u64, Identity),
         inbound: Arc<impl Inbound>,
     ) -> io::Result<Listening> {
-        inbound::listen(&self.core, self.workers.all(), listener, own, inbound)
+        let of = (attachment, own);
+        inbound::listen(&self.core, self.workers.all(), listener, of, inbound)
     }
 
-    /// Ends the outbound tunnels to this workload (its UID), also pending ones.
-    fn end_workload(&self, uid: &str) {
+    /// Ends outbound tunnels by their attachment and the UID of their destination, also pending ones.
+    fn end_outbound(&self, is_meant: impl Fn(u64, &str) -> bool) {
         for pool in &self.core.pools {
-            pool.forget(uid);
+            pool.forget(&is_meant);
         }
-        let is_its = |tunnel: &Tunnel| tunnel.workload.as_deref() == Some(uid);
+        let is_its = |tunnel: &Tunnel| {
+            let uid = tunnel.workload.as_deref();
+            uid.is_some_and(|uid| is_meant(tunnel.attachment, uid))
+        };
         self.core.registry.end_if(is_its);
     }
 

@@ -273,8 +273,8 @@ impl<I: Identities + 'static> Outbound<I> {
         let (requests, connection) = handshake
             .await
             .map_err(|cause| broken(to, cause.into(), &peer_state))?;
-        let workload = Some(Arc::clone(&key.workload));
-        let entry = self.core.registry.add(peer, to, workload, peer_state);
+        let ends = (key.attachment, Some(Arc::clone(&key.workload)));
+        let entry = self.core.registry.add(peer, to, ends, peer_state);
         check.renew(&self.core.trust, to)?;
         let pooled = Pooled {
             requests,

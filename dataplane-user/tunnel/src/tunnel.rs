@@ -24,6 +24,8 @@ pub struct Tunnel {
     pub peer: VerifiedPeer,
     /// The peer's address.
     pub address: SocketAddr,
+    /// The attachment of this side's workload.
+    pub attachment: u64,
     /// The UID of the destination workload; `None`: the tunnel is inbound.
     pub workload: Option<Arc<str>>,
     /// The observed state of the peer.
@@ -125,17 +127,19 @@ impl Drop for Entry {
 }
 
 impl Registry {
-    /// Adds an established tunnel.
+    /// Adds an established tunnel. `attachment`: of this side's workload. `workload`: the UID of the destination workload of an
+    /// outbound tunnel.
     pub fn add(
         self: &Arc<Self>,
         peer: VerifiedPeer,
         address: SocketAddr,
-        workload: Option<Arc<str>>,
+        (attachment, workload): (u64, Option<Arc<str>>),
         peer_state: Arc<PeerState>,
     ) -> Entry {
         let tunnel = Arc::new(Tunnel {
             peer,
             address,
+            attachment,
             workload,
             peer_state,
             streams: AtomicUsize::new(0),

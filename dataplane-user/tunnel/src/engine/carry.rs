@@ -134,6 +134,7 @@ fn request(shared: &Arc<Shared>, session: &Session, to: &Workload) -> io::Result
     let authority: Uri = endpoint.to_string().parse().map_err(io::Error::other)?;
     Ok(Connect {
         key: Key {
+            attachment: attached.id,
             source: identity(&attached.workload)?,
             expected: [identity(to)?].into(),
             from: own,

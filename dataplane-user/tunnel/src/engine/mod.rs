@@ -8,6 +8,7 @@ mod live;
 mod tests;
 
 use std::{
+    collections::HashSet,
     fmt,
     net::TcpListener,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
@@ -134,6 +135,15 @@ impl<I: Identities + 'static> Engine<I> {
         });
     }
 
+    /// Ends the outbound tunnels of attachments that are gone. They come from the network namespaces of these attachments.
+    fn end_detached(&self) {
+        let places = self.places();
+        let present: HashSet<_> = places.iter().map(|place| place.attachment).collect();
+        drop(places);
+        self.tunnels
+            .end_outbound(|attachment, _| !present.contains(&attachment));
+    }
+
     /// Ends the tunnels to workloads that are gone: another workload may get the address.
     fn end_gone(&self, index: &Index) {
         for tunnel in self.tunnels.tunnels() {
@@ -142,7 +152,7 @@ impl<I: Identities + 'static> Engine<I> {
             };
             let known = index.workloads_at(tunnel.address.ip());
             if !known.iter().any(|workload| id(workload) == **uid) {
-                self.tunnels.end_workload(uid);
+                self.tunnels.end_outbound(|_, workload| workload == &**uid);
             }
         }
     }
@@ -158,6 +168,7 @@ async fn upkeep<I: Identities + 'static>(engine: Weak<Engine<I>>) {
         };
         let shared = &engine.shared;
         engine.cut(Instant::now());
+        engine.end_detached();
         // Read before the index: the index then has at least these policies.
         let policies = shared.relay.policies_version();
         let (version, index) = shared.relay.index();
@@ -196,6 +207,7 @@ impl<I: Identities + 'static> Tunnelling for Engine<I> {
         let Some(own) = attached.workload.identity(domain) else {
             return;
         };
+        let of = (attached.id, own);
         let mut place = Place {
             attachment: attached.id,
             listening: Vec::new(),
@@ -205,7 +217,7 @@ impl<I: Identities + 'static> Tunnelling for Engine<I> {
             let inbound = Arc::new(Arrive::new(&self.shared, attached));
             let socket = listener.socket.try_clone().map(TcpListener::from);
             let listening =
-                socket.and_then(|socket| self.tunnels.listen(socket, own.clone(), inbound));
+                socket.and_then(|socket| self.tunnels.listen(socket, of.clone(), inbound));
             match listening {
                 Ok(listening) => place.listening.push(listening),
                 Err(error) => {

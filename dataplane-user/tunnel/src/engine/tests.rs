@@ -50,6 +50,8 @@ struct World {
     /// Where the server accepts tunnels.
     tunnels: SocketAddr,
     application: TcpListener,
+    /// The client's socket for captured connections.
+    captured: TcpListener,
 }
 
 fn workload(name: &str, addresses: &[Ipv4Addr]) -> Arc<Workload> {
@@ -105,11 +107,16 @@ impl World {
 
     /// Makes a world in which the client has these addresses.
     fn with_client(addresses: &[Ipv4Addr]) -> Self {
+        Self::with(addresses, Settings::default())
+    }
+
+    /// Makes a world in which the client has these addresses, and the proxy these settings.
+    fn with(addresses: &[Ipv4Addr], settings_of_proxy: Settings) -> Self {
         let log = Lines::default();
         let plain = Settings {
             workers: 1,
             connect_timeout: PATIENCE,
-            ..Settings::default()
+            ..settings_of_proxy
         };
         let proxy = Proxy::start_logging_to(plain, log.clone(), &none_dies()).unwrap();
         let bound = |ip: Ipv4Addr| TcpListener::bind((ip, 0)).unwrap();
@@ -138,6 +145,7 @@ impl World {
         let web = service(vip, application.local_addr().unwrap());
         snapshot.services.insert(web.name.clone(), Arc::new(web));
         proxy.set_snapshot(snapshot);
+        let captured = listener.try_clone().unwrap();
         for (workload, outbound, tunnels) in [
             (client, vec![listener], vec![]),
             (server, vec![], vec![accepting]),
@@ -159,6 +167,7 @@ impl World {
             vip,
             tunnels,
             application,
+            captured,
         }
     }
 
@@ -325,4 +334,44 @@ fn tunnels_to_a_workload_end_with_it() {
         lines.iter().any(|line| line.contains("flags=TLS_FAILURE")),
         "{lines:?}"
     );
+}
+
+#[test]
+fn a_workload_with_the_identity_and_address_of_an_earlier_one_has_its_own_tunnels() {
+    let world = World::new();
+    let exchange = || {
+        let (client, mut server) = (world.connect(), world.accept());
+        server.write_all(b"answer").unwrap();
+        drop(server);
+        assert_eq!(read(&client).unwrap(), "answer");
+    };
+    let attachments = || {
+        let tunnels = world.engine.tunnels.tunnels();
+        let outbound = tunnels.iter().filter(|tunnel| tunnel.workload.is_some());
+        let mut attachments: Vec<_> = outbound.map(|tunnel| tunnel.attachment).collect();
+        attachments.sort_unstable();
+        attachments
+    };
+    exchange();
+    let first = attachments();
+    assert_eq!(first.len(), 1);
+    let name = WorkloadName::new("shop", "client");
+    world.proxy.remove(&name, PATIENCE);
+    // The worker takes the command before it accepts the next connection.
+    thread::sleep(Duration::from_millis(100));
+    let attached = world.proxy.add(Attachment {
+        workload: workload("client", &[]),
+        namespace: None,
+        outbound: vec![world.captured.try_clone().unwrap()],
+        inbound: vec![],
+        tunnels: vec![],
+        egress: Egress::Allow,
+    });
+    attached.unwrap();
+    exchange();
+    let deadline = Instant::now() + PATIENCE;
+    while attachments().len() != 1 || attachments() == first {
+        assert!(Instant::now() < deadline, "{:?}", attachments());
+        thread::sleep(Duration::from_millis(10));
+    }
 }

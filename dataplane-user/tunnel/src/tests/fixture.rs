@@ -268,7 +268,7 @@ pub fn mesh_with(
     let at = listener.local_addr().unwrap();
     let listening = server.listen(
         listener,
-        identity("server"),
+        (2, identity("server")),
         Arc::clone(&inbound) as Arc<Server>,
     );
     Mesh {
@@ -291,6 +291,7 @@ pub fn dial() -> Dial {
 pub fn to(at: SocketAddr, application: SocketAddr) -> Connect {
     Connect {
         key: Key {
+            attachment: 1,
             source: identity("client"),
             expected: [identity("server")].into(),
             from: at.ip(),

@@ -243,7 +243,9 @@ fn another_workload(mesh: &Mesh) -> (SocketAddr, Listening) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap();
     let inbound = Arc::clone(&mesh.inbound);
-    let listening = mesh.server.listen(listener, identity("server"), inbound);
+    let listening = mesh
+        .server
+        .listen(listener, (3, identity("server")), inbound);
     (at, listening.unwrap())
 }
 
