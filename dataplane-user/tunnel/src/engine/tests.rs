@@ -375,3 +375,57 @@ fn a_workload_with_the_identity_and_address_of_an_earlier_one_has_its_own_tunnel
         thread::sleep(Duration::from_millis(10));
     }
 }
+
+#[test]
+fn streams_count_in_the_limits_of_connections() {
+    // Both workloads are here, so each connection counts twice.
+    let of_all = Settings {
+        max_connections: Some(2),
+        ..Settings::default()
+    };
+    let of_workload = Settings {
+        max_per_workload: Some(1),
+        ..Settings::default()
+    };
+    for settings in [of_all, of_workload] {
+        let world = World::with(&[], settings);
+        let (client, mut server) = (world.connect(), world.accept());
+        assert_eq!(world.proxy.connections(), 2);
+        let second = world.connect();
+        second
+            .set_read_timeout(Some(Duration::from_millis(300)))
+            .unwrap();
+        let waits = read(&second).unwrap_err();
+        assert_eq!(waits.kind(), io::ErrorKind::WouldBlock);
+        second.set_read_timeout(Some(PATIENCE)).unwrap();
+        server.write_all(b"first").unwrap();
+        drop(server);
+        assert_eq!(read(&client).unwrap(), "first");
+        drop(client);
+        let mut server = world.accept();
+        server.write_all(b"second").unwrap();
+        drop(server);
+        assert_eq!(read(&second).unwrap(), "second");
+    }
+}
+
+#[test]
+fn a_stream_to_a_workload_with_its_share_of_connections_is_refused() {
+    let settings = Settings {
+        max_per_workload: Some(1),
+        ..Settings::default()
+    };
+    let world = World::with(&[], settings);
+    let _first = (world.connect(), world.accept());
+    let mut asked = to(world.tunnels, world.application.local_addr().unwrap());
+    asked.key.attachment = 0;
+    let (report, made) = std::sync::mpsc::channel();
+    world.engine.tunnels.outbound(move |outbound| async move {
+        let _ = report.send(outbound.connect(&asked).await);
+    });
+    let made = made.recv_timeout(PATIENCE).unwrap();
+    assert!(
+        matches!(&made, Err(Error::Refused { status, .. }) if status.as_u16() == 503),
+        "{made:?}"
+    );
+}
