@@ -40,7 +40,7 @@ pub use attachment::{AttachError, Attached, Attachment, Listener, Namespace};
 pub use counters::{Counters, Totals};
 pub use denials::{Denial, Denials};
 pub use direction::Direction;
-pub use engine::{Engine, Handed, Tunnelling};
+pub use engine::{Engine, Handed, TunnelView, Tunnelling};
 pub use index::{Denied, Found, Index, Target, Way};
 pub use labels::{CountersKey, Labels, Party};
 pub use ledger::Ledger;

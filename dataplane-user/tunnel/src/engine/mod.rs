@@ -18,7 +18,7 @@ use std::{
 
 use identity::Identities;
 use model::Workload;
-use relay::{Attached, Direction, Flag, Handed, Index, Listener, Relay, Tunnelling};
+use relay::{Attached, Direction, Flag, Handed, Index, Listener, Relay, TunnelView, Tunnelling};
 
 use self::{arrive::Arrive, live::Live};
 use super::{Tunnels, inbound::Listening};
@@ -200,6 +200,21 @@ impl<I: Identities + 'static> Tunnelling for Engine<I> {
         let shared = Arc::clone(&self.shared);
         self.tunnels
             .outbound(|outbound| carry::carry(shared, handed, outbound));
+    }
+
+    fn tunnels(&self) -> Vec<TunnelView> {
+        let tunnels = self.tunnels.tunnels().into_iter();
+        let views = tunnels.map(|tunnel| TunnelView {
+            attachment: tunnel.attachment,
+            direction: match tunnel.workload {
+                Some(_) => Direction::Outbound,
+                None => Direction::Inbound,
+            },
+            peer: tunnel.peer.identity.clone(),
+            address: tunnel.address,
+            streams: tunnel.streams(),
+        });
+        views.collect()
     }
 
     fn take(&self, attached: &Arc<Attached>, listeners: &Arc<[Listener]>) {

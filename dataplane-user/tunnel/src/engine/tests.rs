@@ -13,7 +13,7 @@ use model::{
     ServiceType, Snapshot, TrafficPolicy, Workload, WorkloadName,
 };
 use proxy::{Proxy, Settings};
-use relay::Attachment;
+use relay::{Attachment, Direction};
 use smallvec::smallvec;
 use threads::none_dies;
 
@@ -107,16 +107,16 @@ impl World {
 
     /// Makes a world in which the client has these addresses.
     fn with_client(addresses: &[Ipv4Addr]) -> Self {
-        Self::with(addresses, Settings::default())
+        Self::with(addresses, &Settings::default())
     }
 
     /// Makes a world in which the client has these addresses, and the proxy these settings.
-    fn with(addresses: &[Ipv4Addr], settings_of_proxy: Settings) -> Self {
+    fn with(addresses: &[Ipv4Addr], settings_of_proxy: &Settings) -> Self {
         let log = Lines::default();
         let plain = Settings {
             workers: 1,
             connect_timeout: PATIENCE,
-            ..settings_of_proxy
+            ..settings_of_proxy.clone()
         };
         let proxy = Proxy::start_logging_to(plain, log.clone(), &none_dies()).unwrap();
         let bound = |ip: Ipv4Addr| TcpListener::bind((ip, 0)).unwrap();
@@ -201,6 +201,7 @@ fn read(mut stream: &TcpStream) -> io::Result<String> {
 #[test]
 fn a_connection_goes_through_a_tunnel_with_the_bytes_read_before() {
     let world = World::new();
+    assert!(world.proxy.observer().tunnels().is_empty());
     let mut client = world.connect();
     // The proxy reads this before it knows that there is a tunnel.
     client.write_all(b"first").unwrap();
@@ -208,6 +209,19 @@ fn a_connection_goes_through_a_tunnel_with_the_bytes_read_before() {
     let mut first = [0; 5];
     server.read_exact(&mut first).unwrap();
     assert_eq!(&first, b"first");
+    let tunnels = world.proxy.observer().tunnels();
+    let peers = tunnels.iter().map(|(of, tunnels)| {
+        let [tunnel] = &tunnels[..] else {
+            panic!("{of}: {tunnels:?}");
+        };
+        (of.name(), tunnel.direction, &tunnel.peer, tunnel.streams)
+    });
+    let [by_client, by_server] = ["client", "server"].map(identity);
+    let wanted = [
+        ("client", Direction::Outbound, &by_server, 1),
+        ("server", Direction::Inbound, &by_client, 1),
+    ];
+    assert_eq!(peers.collect::<Vec<_>>(), wanted);
     client.write_all(b" and then").unwrap();
     client.shutdown(Shutdown::Write).unwrap();
     assert_eq!(read(&server).unwrap(), " and then");
@@ -388,7 +402,7 @@ fn streams_count_in_the_limits_of_connections() {
         ..Settings::default()
     };
     for settings in [of_all, of_workload] {
-        let world = World::with(&[], settings);
+        let world = World::with(&[], &settings);
         let (client, mut server) = (world.connect(), world.accept());
         assert_eq!(world.proxy.connections(), 2);
         let second = world.connect();
@@ -415,7 +429,7 @@ fn a_stream_to_a_workload_with_its_share_of_connections_is_refused() {
         max_per_workload: Some(1),
         ..Settings::default()
     };
-    let world = World::with(&[], settings);
+    let world = World::with(&[], &settings);
     let _first = (world.connect(), world.accept());
     let mut asked = to(world.tunnels, world.application.local_addr().unwrap());
     asked.key.attachment = 0;
