@@ -13,7 +13,7 @@ use std::{
 };
 
 use jiff::Timestamp;
-use model::{Identity, Workload};
+use model::Workload;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use threads::{Deaths, may_panic};
@@ -21,6 +21,7 @@ use threads::{Deaths, may_panic};
 use super::{
     direction::Direction,
     index::{Denied, Target},
+    labels::Principals,
     outcome::Flag,
 };
 
@@ -69,8 +70,8 @@ pub struct Record {
     pub flag: Flag,
     /// The error of the last endpoint that did not take the connection.
     pub error: Option<io::Error>,
-    /// The identity that the other side has proven: the client or the endpoint.
-    pub peer: Option<Box<Identity>>,
+    /// The identities that both sides have proven; `None`: there was no tunnel.
+    pub principals: Option<Box<Principals>>,
     /// The reason if policies refused or ended the connection.
     pub denied: Option<Box<Denied>>,
 }
@@ -106,6 +107,7 @@ impl Line {
         let time = Timestamp::try_from(record.ended).unwrap_or_default();
         let denied = record.denied.as_deref();
         let error = record.error.as_ref().map(ToString::to_string);
+        let peer = record.principals.as_ref().and_then(|of| of.peer.as_ref());
         Self {
             time: format!("{time:.3}"),
             workload: record.workload.name.to_string(),
@@ -114,7 +116,7 @@ impl Line {
             dst: record.destination.to_string(),
             service: record.target.as_ref().map(|t| t.service().to_string()),
             endpoint: record.endpoint.map(|endpoint| endpoint.to_string()),
-            peer: record.peer.as_ref().map(ToString::to_string),
+            peer: peer.map(ToString::to_string),
             bytes_received: record.bytes[0],
             bytes_sent: record.bytes[1],
             duration_ms: (record.duration.as_secs_f64() * 1e6).round() / 1e3,
@@ -278,7 +280,7 @@ mod tests {
                 duration: Duration::from_micros(1500),
                 flag: Flag::ConnectFailure,
                 error: Some(io::Error::other("no")),
-                peer: None,
+                principals: None,
                 denied: None,
             });
             log.close();

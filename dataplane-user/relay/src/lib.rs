@@ -42,7 +42,7 @@ pub use denials::{Denial, Denials};
 pub use direction::Direction;
 pub use engine::{Engine, Handed, TunnelView, Tunnelling};
 pub use index::{Denied, Found, Index, Target, Way};
-pub use labels::{CountersKey, Labels, Party};
+pub use labels::{CountersKey, Labels, Party, Principals};
 pub use ledger::Ledger;
 use limits::Holders;
 pub use limits::{Client, DnsFiles, Limits, raise_open_files};

@@ -167,6 +167,13 @@ impl Error {
                 ..
             } => Flag::Tls,
             Self::NotH2 { .. } => Flag::NotH2,
+            Self::Timeout {
+                phase: Phase::Connecting,
+                ..
+            } => Flag::NetworkPolicy,
+            Self::Connect { cause, .. } if cause.kind() == io::ErrorKind::TimedOut => {
+                Flag::NetworkPolicy
+            }
             _ => Flag::Tunnel,
         }
     }

@@ -7,6 +7,7 @@ use std::{
     time::Instant,
 };
 
+use model::Identity;
 use relay::{
     Attached, Client, Direction, Flag, Permit, Session,
     socket::{self, From, Manner},
@@ -27,14 +28,17 @@ use super::{
 pub struct Arrive {
     shared: Arc<Shared>,
     attached: Arc<Attached>,
+    /// The identity of the workload.
+    own: Identity,
 }
 
 impl Arrive {
-    /// Connects streams to the workload of `attached`.
-    pub fn new(shared: &Arc<Shared>, attached: &Arc<Attached>) -> Self {
+    /// Connects streams to the workload of `attached`, which has the identity `own`.
+    pub fn new(shared: &Arc<Shared>, attached: &Arc<Attached>, own: Identity) -> Self {
         Self {
             shared: Arc::clone(shared),
             attached: Arc::clone(attached),
+            own,
         }
     }
 
@@ -49,7 +53,7 @@ impl Arrive {
         let permit = Permit::acquire(&self.attached, inbound).ok_or(Refusal::Unavailable)?;
         let (client, now) = (request.client, Instant::now());
         let mut session = Session::begin(permit, inbound, client, destination, 1, now);
-        session.prove(request.peer);
+        session.prove(self.own.clone(), request.peer);
         let (_, index) = self.shared.relay.index();
         if let Err(refusal) = session.route(&index) {
             session.end(refusal.flag);

@@ -81,7 +81,7 @@ async fn connect<I: Identities + 'static>(
             Way::Tunnel(workload) => match request(shared, session, &workload) {
                 Ok(wanted) => match outbound.connect(&wanted).await {
                     Ok(stream) => {
-                        session.prove(stream.peer().clone());
+                        session.prove(wanted.key.source, stream.peer().clone());
                         session.reached(&index);
                         return Ok(stream);
                     }

@@ -229,7 +229,7 @@ impl<I: Identities + 'static> Tunnelling for Engine<I> {
             deadline: None,
         };
         for listener in listeners.iter().filter(|listener| listener.is_tunnel) {
-            let inbound = Arc::new(Arrive::new(&self.shared, attached));
+            let inbound = Arc::new(Arrive::new(&self.shared, attached, of.1.clone()));
             let socket = listener.socket.try_clone().map(TcpListener::from);
             let listening =
                 socket.and_then(|socket| self.tunnels.listen(socket, of.clone(), inbound));

@@ -234,6 +234,19 @@ fn a_connection_goes_through_a_tunnel_with_the_bytes_read_before() {
         2,
         "both sides of one tunnel"
     );
+    let connections = world.proxy.observer().connections();
+    for (name, direction, own, peer) in [
+        ("client", Direction::Outbound, &by_client, &by_server),
+        ("server", Direction::Inbound, &by_server, &by_client),
+    ] {
+        let of = connections.keys().find(|of| of.key.direction == direction);
+        let principals = of.unwrap().key.principals.clone().unwrap();
+        assert_eq!(
+            (&principals.own, &principals.peer),
+            (own, &Some(peer.clone())),
+            "{name}"
+        );
+    }
     let lines = world.end();
     assert_eq!(lines.len(), 2, "{lines:?}");
     for (of, peer) in [
