@@ -62,6 +62,8 @@ pub struct Session {
     flag: Flag,
     /// The identities that both sides have proven; `None`: there is no tunnel.
     principals: Option<Box<Principals>>,
+    /// The workload at the other side, if it is known.
+    peer_workload: Option<Arc<Workload>>,
     /// The reason if policies refuse or end the connection.
     denied: Option<Box<Denied>>,
     /// Last, because a workload whose permits are all back has counted everything.
@@ -115,6 +117,7 @@ impl Session {
             accepted: now,
             flag: Flag::Cut,
             principals: None,
+            peer_workload: None,
             denied: None,
             permit,
         }
@@ -170,6 +173,9 @@ impl Session {
     /// # Errors
     /// Why the connection is refused.
     pub fn route(&mut self, index: &Index) -> Result<(), Refusal> {
+        if self.direction == Direction::Inbound {
+            self.peer_workload = index.workload(self.client.ip()).cloned();
+        }
         // Before the client's share, which a session takes once.
         if let Err(denied) = self.authorize(index) {
             let is_unknown = denied.is_unread;
@@ -281,6 +287,7 @@ impl Session {
             Direction::Outbound => self.endpoint,
         };
         let peer = index.workload(peer.ip());
+        self.peer_workload = peer.cloned();
         let counters = self.counters(peer, Flag::None);
         counters.opened.fetch_add(1, Ordering::Relaxed);
         self.progress = Progress::Reached(counters);
@@ -340,6 +347,7 @@ impl Drop for Session {
                 flag: self.flag,
                 error,
                 principals: self.principals.take(),
+                peer: self.peer_workload.take(),
                 denied: self.denied.take(),
             });
         }

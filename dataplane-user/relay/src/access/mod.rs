@@ -1,5 +1,7 @@
 //! The access log: one line for each connection, at its end.
 
+mod istio;
+
 use std::{
     io::{self, Write},
     net::SocketAddr,
@@ -40,6 +42,11 @@ pub enum AccessLog {
     Text,
     /// One JSON object for each line
     Json,
+    /// As Istio's ztunnel writes it, as text
+    Istio,
+    /// As Istio's ztunnel writes it, as JSON
+    #[serde(rename = "istio-json")]
+    IstioJson,
     /// No access log
     Off,
 }
@@ -72,8 +79,18 @@ pub struct Record {
     pub error: Option<io::Error>,
     /// The identities that both sides have proven; `None`: there was no tunnel.
     pub principals: Option<Box<Principals>>,
+    /// The workload at the other side, if it is known.
+    pub peer: Option<Arc<Workload>>,
     /// The reason if policies refused or ended the connection.
     pub denied: Option<Box<Denied>>,
+}
+
+impl Record {
+    /// Returns the error of the last endpoint, or else the policies' reason.
+    fn error(&self) -> Option<String> {
+        let error = self.error.as_ref().map(ToString::to_string);
+        error.or_else(|| self.denied.as_ref().map(ToString::to_string))
+    }
 }
 
 /// A line of the log, with its fields in the order in which they are written.
@@ -106,7 +123,6 @@ impl Line {
         // It fails only for years after 9999.
         let time = Timestamp::try_from(record.ended).unwrap_or_default();
         let denied = record.denied.as_deref();
-        let error = record.error.as_ref().map(ToString::to_string);
         let peer = record.principals.as_ref().and_then(|of| of.peer.as_ref());
         Self {
             time: format!("{time:.3}"),
@@ -122,7 +138,7 @@ impl Line {
             duration_ms: (record.duration.as_secs_f64() * 1e6).round() / 1e3,
             response_flags: record.flag.word(),
             policy: denied.and_then(|of| of.policy.as_ref().map(ToString::to_string)),
-            error: error.or_else(|| denied.map(ToString::to_string)),
+            error: record.error(),
         }
     }
 
@@ -227,18 +243,22 @@ fn write_all(records: &Receiver<Option<Record>>, format: AccessLog, mut out: imp
                 closed = true;
                 break;
             };
-            let line = Line::of(&record);
             // Writing to memory does not fail.
             let _ = match format {
-                AccessLog::Json => serde_json::to_writer(&mut buffer, &line)
-                    .map_err(io::Error::from)
-                    .and_then(|()| writeln!(buffer)),
-                AccessLog::Text | AccessLog::Off => line.write(&mut buffer),
+                AccessLog::Json => write_json(&Line::of(&record), &mut buffer),
+                AccessLog::Istio => istio::Line::of(&record).write(&mut buffer),
+                AccessLog::IstioJson => write_json(&istio::Line::of(&record), &mut buffer),
+                AccessLog::Text | AccessLog::Off => Line::of(&record).write(&mut buffer),
             };
         }
         // An error does not matter: the reader is gone.
         let _ = out.write_all(&buffer).and_then(|()| out.flush());
     }
+}
+
+fn write_json(line: &impl Serialize, out: &mut Vec<u8>) -> io::Result<()> {
+    serde_json::to_writer(&mut *out, line)?;
+    writeln!(out)
 }
 
 #[cfg(test)]
@@ -281,6 +301,7 @@ mod tests {
                 flag: Flag::ConnectFailure,
                 error: Some(io::Error::other("no")),
                 principals: None,
+                peer: None,
                 denied: None,
             });
             log.close();
