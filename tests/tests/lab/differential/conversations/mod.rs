@@ -331,8 +331,12 @@ fn explained(
             || before.and_then(state) == states[1]
             || states[1] == Some("syn-received")
             || own;
-        return if passed(here) && !passed(there) && same && talk.trouble.is_some() {
+        let only_here = passed(here) && !passed(there);
+        return if only_here && same && talk.trouble.is_some() {
             Verdict::Row(4)
+        } else if only_here && talk.has_fin_again(step) {
+            // The kernel took the connection for closed, and so a stray SYN for a new one.
+            Verdict::Row(2)
         } else {
             Verdict::Unexplained
         };
