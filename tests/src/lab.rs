@@ -6,7 +6,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
-    thread,
+    thread::{self, JoinHandle},
 };
 
 use nix::{
@@ -372,14 +372,23 @@ impl Host {
     /// # Panics
     /// Never: the thread that enters the namespace does not.
     pub fn listen(&self, address: impl Into<SocketAddr>) -> std::io::Result<TcpListener> {
-        let (namespace, address) = (Path::new(NETNS_DIR).join(self.netns()), address.into());
+        let address = address.into();
         // The socket stays in the namespace that it was made in; this thread in its own.
+        self.inside(move || TcpListener::bind(address))
+            .join()
+            .expect("a thread that does not panic")
+    }
+
+    /// Runs a function on a new thread in the host's network namespace.
+    pub fn inside<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> std::io::Result<T> + Send + 'static,
+    ) -> JoinHandle<std::io::Result<T>> {
+        let namespace = Path::new(NETNS_DIR).join(self.netns());
         thread::spawn(move || {
             setns(File::open(namespace)?, CloneFlags::CLONE_NEWNET)?;
-            TcpListener::bind(address)
+            work()
         })
-        .join()
-        .expect("a thread that does not panic")
     }
 
     /// A program to be run on this host: in its network namespace and its cgroup.

@@ -409,8 +409,10 @@ pub const JUDGED: u32 = 3;
 
 /// Value of an entry of `KNOWN`: the destination is known.
 pub const LISTED: u32 = 1;
-/// In the value of an address in `KNOWN`: a workload that has the address speaks HBONE.
+/// In the value of an address in `KNOWN`: a workload that has the address speaks HBONE, or has a waypoint.
 pub const HBONE: u32 = 1 << 1;
+/// Beside [`HBONE`]: the workload has a waypoint. No program reads it, only `explain`.
+pub const WAYPOINT: u32 = 1 << 2;
 
 /// The address of loopback at which a captured connection to this destination is handed to the proxy. If all
 /// connections had one address, two sockets of one local port could not connect to two destinations, and all of a

@@ -221,8 +221,10 @@ impl Block {
     pub const REACHABLE: u16 = 4;
     /// Flag: captured workloads may not connect to the service by TCP ([`crate::Reason::Unsupported`]).
     pub const REFUSED: u16 = 8;
-    /// Flag: some endpoint speaks HBONE, or several Pods have its address and one of them does.
+    /// Flag: some endpoint speaks HBONE, or several Pods have its address and one of them does, or the service has a waypoint.
     pub const HBONE: u16 = 16;
+    /// Flag beside [`Self::HBONE`]: the service has a waypoint. No program reads it, only `explain`.
+    pub const WAYPOINT: u16 = 32;
     /// The most endpoints that one pool can have.
     pub const MAX_LEN: usize = u16::MAX as usize;
 

@@ -35,12 +35,13 @@ pub enum InputError {
     Open(#[from] OpenError),
 }
 
-/// Returns the configured source. Of the API, it reads no more than `scope` and `policies`, and with `names` also the
-/// parts that DNS needs.
+/// Returns the configured source. Of the API, it reads no more than `scope` and `policies`, with `waypoints` also Gateways, and
+/// with `names` also the parts that DNS needs.
 pub fn source(
     settings: &settings::Source,
     scope: kubernetes::Scope,
     policies: kubernetes::WantedPolicies,
+    waypoints: bool,
     names: bool,
 ) -> Source {
     let Some(api) = &settings.kubernetes else {
@@ -56,6 +57,7 @@ pub fn source(
             scope,
             entries: api.service_entries && scope >= kubernetes::Scope::HostPorts,
             routes: api.routes,
+            waypoints,
             policies,
             names,
         },
@@ -201,6 +203,7 @@ impl Input {
         self.snapshot.reachable = mesh.map(|mesh| Arc::new(mesh.reachable()));
         if let Some(mesh) = mesh {
             self.snapshot.istio.denies = mesh.denies_unsupported();
+            self.snapshot.istio.waypoints = mesh.identity.is_some();
             self.snapshot.istio.root = mesh.root_namespace().into();
         }
         self
@@ -374,6 +377,7 @@ impl Input {
         self.paced.want(&view.services, &view.entries, &view.routes);
         self.snapshot.grants = view.grants;
         self.snapshot.istio.namespaces = view.istio.namespaces;
+        self.snapshot.istio.gateways = view.istio.gateways;
         self.snapshot.istio.unread = view.istio.unread;
         self.snapshot.workloads = view.workloads;
         self.snapshot.pods = view.pods;

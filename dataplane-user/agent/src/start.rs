@@ -113,7 +113,13 @@ impl<'a> Wanted<'a> {
                 affinity: settings.limits.affinity_clients.unwrap_or(default.affinity),
             },
             packet: PacketSettings::new(&settings.packets),
-            source: source(&settings.source, scope(settings), policies(settings), names),
+            source: source(
+                &settings.source,
+                scope(settings),
+                policies(settings),
+                (settings.mesh.as_ref()).is_some_and(|mesh| mesh.identity.is_some()),
+                names,
+            ),
             socket: settings.listen.socket().to_owned(),
         })
     }

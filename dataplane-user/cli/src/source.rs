@@ -97,13 +97,13 @@ impl SourceArgs {
 
     /// Returns the source for these settings. Of the API, it reads at most `scope`.
     pub(super) fn source(&self, scope: kubernetes::Scope) -> Source {
-        agent::source(&self.settings, scope, WantedPolicies::None, false)
+        agent::source(&self.settings, scope, WantedPolicies::None, false, false)
     }
 
     /// Returns the source for commands that answer the names of services.
     pub(super) fn source_of_names(&self) -> Source {
         let scope = kubernetes::Scope::Mesh;
-        agent::source(&self.settings, scope, WantedPolicies::None, true)
+        agent::source(&self.settings, scope, WantedPolicies::None, false, true)
     }
 }
 

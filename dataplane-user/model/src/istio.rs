@@ -1,12 +1,12 @@
-//! Istio's objects that limit connections: waypoints, which nothing on the node enforces, and policies, which the proxy
-//! enforces for the connections that it carries.
+//! Istio's objects that limit connections: waypoints, to which the proxy sends the connections that it carries, and policies,
+//! which the proxy enforces for these connections.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
 use imbl::{OrdMap, ordmap::DiffItem};
 
 use super::{
-    Service, ServiceName, ServiceType,
+    Gateway, Service, ServiceName, ServiceType, UseWaypoint,
     authorization::{Authorization, PeerAuthentication, Policies, PolicyName, Rank},
 };
 
@@ -15,6 +15,10 @@ use super::{
 pub struct Istio {
     /// The objects of each namespace that has some.
     pub namespaces: OrdMap<Arc<str>, Arc<IstioNamespace>>,
+    /// The Gateways.
+    pub gateways: OrdMap<ServiceName, Arc<Gateway>>,
+    /// Whether the agent's proxy sends the connections of workloads with identities to waypoints.
+    pub waypoints: bool,
     /// Whether a kind of policy cannot be read, or has not been read yet, although policies are wanted.
     pub unread: bool,
     /// `mesh.unsupported: deny`: the connections are refused.
@@ -26,11 +30,12 @@ pub struct Istio {
 /// The objects of a namespace, by their kinds and names, such as `Service web`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct IstioNamespace {
-    /// Whether a label of the Namespace names a waypoint.
-    pub waypoint: bool,
-    /// The Services and ServiceEntries with such a label: whether it names a waypoint. If not, it exempts the object from
-    /// the Namespace's.
-    pub labels: OrdMap<Arc<str>, bool>,
+    /// The waypoint that labels of the Namespace name.
+    pub waypoint: Option<UseWaypoint>,
+    /// The waypoints that labels of Services and ServiceEntries name.
+    pub labels: OrdMap<Arc<str>, UseWaypoint>,
+    /// The labels of the Namespace, without its name.
+    pub own_labels: Box<[Label]>,
     /// The policies.
     pub policies: OrdMap<Arc<str>, Arc<IstioPolicy>>,
 }
@@ -60,7 +65,7 @@ pub enum Effect {
 }
 
 impl Istio {
-    /// Returns whether captured workloads may not connect to a service by TCP.
+    /// Returns whether captured workloads whose connections go past waypoints may not connect to a service by TCP.
     pub fn refuses(&self, service: &Service) -> bool {
         let of = || self.namespaces.get(service.name.namespace());
         self.denies && of().is_some_and(|of| of.has_waypoint(service))
@@ -112,38 +117,73 @@ impl Istio {
         found
     }
 
-    /// Returns the services for which [`Istio::refuses`] differs from a former state.
+    /// Returns the services for which [`Istio::refuses`] differs from a former state, or whether they have a waypoint.
     pub fn changed<'a>(
         &'a self,
         old: &'a Self,
         services: &'a OrdMap<ServiceName, Arc<Service>>,
     ) -> impl Iterator<Item = &'a ServiceName> {
-        let denies = old.denies || self.denies;
-        let namespaces = denies.then(|| old.namespaces.diff(&self.namespaces));
+        let is_any = old.denies || self.denies || old.waypoints || self.waypoints;
+        let namespaces = is_any.then(|| old.namespaces.diff(&self.namespaces));
         let namespaces = (namespaces.into_iter().flatten()).filter_map(|change| match change {
             // Policies concern no service.
             DiffItem::Update {
                 old: (_, old),
                 new: (_, new),
-            } if (old.waypoint, &old.labels) == (new.waypoint, &new.labels) => None,
+            } if (&old.waypoint, &old.labels) == (&new.waypoint, &new.labels) => None,
             DiffItem::Add(name, _)
             | DiffItem::Remove(name, _)
             | DiffItem::Update { new: (name, _), .. } => Some(name),
         });
+        let gateways = self.changed_gateways(old);
+        let names_one = move |of: &IstioNamespace| {
+            let mut used = of.waypoint.iter().chain(of.labels.values());
+            used.any(|used| used.gateway().is_some_and(|name| gateways.contains(name)))
+        };
+        let naming = self.namespaces.iter().filter(move |(_, of)| names_one(of));
+        let namespaces = namespaces.chain(naming.map(|(name, _)| name));
         let services = namespaces.flat_map(|namespace| {
             let all = services.range(ServiceName::new(namespace, "")..);
             all.take_while(move |(name, _)| name.namespace() == &**namespace)
         });
-        let changed = services.filter(|(_, of)| old.refuses(of) != self.refuses(of));
+        let state = |of: &Self, service: &Service| {
+            (
+                of.refuses(service),
+                of.waypoint_of_service(service).is_some(),
+            )
+        };
+        let changed = services.filter(move |(_, of)| state(old, of) != state(self, of));
         changed.map(|(name, _)| name)
+    }
+
+    /// Returns the Gateways that are new or gone, or that have become waypoints of other connections.
+    fn changed_gateways<'a>(&'a self, old: &'a Self) -> BTreeSet<&'a ServiceName> {
+        let all = old.gateways.diff(&self.gateways);
+        let changed = all.filter_map(|change| match change {
+            DiffItem::Update {
+                old: (_, old),
+                new: (_, new),
+            } if old.for_services == new.for_services => None,
+            DiffItem::Add(name, _)
+            | DiffItem::Remove(name, _)
+            | DiffItem::Update { new: (name, _), .. } => Some(name),
+        });
+        changed.collect()
     }
 }
 
 impl IstioNamespace {
     fn has_waypoint(&self, service: &Service) -> bool {
+        let used = self.waypoint_label(service);
+        used.is_some_and(|used| used.gateway().is_some())
+    }
+
+    /// Returns the waypoint that the labels of a service's object name, or else those of the Namespace.
+    pub(super) fn waypoint_label(&self, service: &Service) -> Option<&UseWaypoint> {
         let name = service.name.name();
         let object = match service.kind {
-            ServiceType::HostPort | ServiceType::ExternalName => return false,
+            ServiceType::HostPort | ServiceType::ExternalName => return None,
+            _ if self.labels.is_empty() => return self.waypoint.as_ref(),
             // The services of an entry have names such as `serviceentry:NAME:HOST`.
             ServiceType::Entry => {
                 let entry = name.split(':').nth(1);
@@ -151,7 +191,7 @@ impl IstioNamespace {
             }
             _ => format!("Service {name}"),
         };
-        self.labels.get(&*object).copied().unwrap_or(self.waypoint)
+        self.labels.get(&*object).or(self.waypoint.as_ref())
     }
 }
 

@@ -11,6 +11,7 @@ mod cluster;
 mod endpoint_name;
 mod entry;
 mod ephemeral;
+mod gateway;
 mod hosts;
 mod identity;
 mod istio;
@@ -26,6 +27,7 @@ mod route;
 mod rules;
 mod service;
 mod topology;
+mod waypoint;
 mod weights;
 mod workload;
 
@@ -36,6 +38,7 @@ pub use cluster::Cluster;
 pub use endpoint_name::{ADDRESSES_MAX, EndpointName, Resolved, can_be_endpoint};
 pub use entry::{At, Backend, Entry, EntryPort, EntryResolution, ExportTo, Host, Location};
 pub use ephemeral::Ephemeral;
+pub use gateway::{AllowedNamespaces, Gateway, GatewayAddress, Requirement, UseWaypoint};
 pub use identity::{Identity, NoIdentity};
 pub use istio::{Effect, Istio, IstioNamespace, IstioPolicy, Label};
 pub use name::{EntryName, ServiceName, WorkloadName};
@@ -54,6 +57,7 @@ pub use service::{
     Endpoint, Part, Service, ServicePort, ServiceType, Shares, Split, TrafficPolicy, VipPort,
 };
 pub use topology::{Hints, Locality, Preference, Reach};
+pub use waypoint::{NoGateway, Waypoint};
 pub use weights::{Weights, lcm, most_places, narrowed};
 pub use workload::{
     Exempt, Place, RESERVED, Telemetry, Uid, VIRTUAL_INTERFACES, Workload, is_reserved,

@@ -215,8 +215,6 @@ pub struct Rules {
     pub excluded_interfaces: BTreeSet<Box<str>>,
     /// Interfaces by which connections come in that are captured as outbound ones.
     pub virtual_interfaces: BTreeSet<Box<str>>,
-    /// The waypoint through which connections are to go (label `istio.io/use-waypoint`), which has no effect; `none`: none.
-    pub waypoint: Option<Box<str>>,
 }
 
 impl Rules {
@@ -255,7 +253,6 @@ impl Rules {
             excluded_gids: sets(&self.excluded_gids, &general.excluded_gids),
             excluded_interfaces: sets(&self.excluded_interfaces, &general.excluded_interfaces),
             virtual_interfaces: sets(&self.virtual_interfaces, &general.virtual_interfaces),
-            waypoint: self.waypoint.clone().or_else(|| general.waypoint.clone()),
         }
     }
 

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fmt, net::IpAddr, path::PathBuf, sync::Arc};
 
 use smallvec::SmallVec;
 
-use super::{Identity, Label, Layers, Policy, Protocol, Resolution, WorkloadName};
+use super::{Identity, Label, Layers, Policy, Protocol, Resolution, UseWaypoint, WorkloadName};
 
 /// Ports that a mesh's proxies have: no rule of a configuration can name them.
 pub const RESERVED: [u16; 12] = [
@@ -47,6 +47,8 @@ pub struct Workload {
     pub account: Arc<str>,
     /// Whether it accepts HBONE connections.
     pub speaks_hbone: bool,
+    /// The waypoint that its labels name; `None`: the one that its namespace names.
+    pub waypoint: Option<UseWaypoint>,
     /// Its names in metrics and logs.
     pub telemetry: Telemetry,
     /// Its labels, sorted, by which policies select it; none on another node.
@@ -74,6 +76,7 @@ impl Workload {
             network: Arc::clone(&nothing),
             account: nothing,
             speaks_hbone: false,
+            waypoint: None,
             telemetry: Telemetry::new(name.name(), None),
             labels: Box::default(),
             resolution: None,

@@ -174,11 +174,12 @@ pub struct Contents {
 
 impl Contents {
     /// Forgets which blocks are reachable from workloads with `egress: deny`, which captured workloads may not reach, and which
-    /// have endpoints that speak HBONE.
+    /// have endpoints that speak HBONE, or waypoints.
     pub fn forget_reachable(&mut self) {
         for pool in &mut self.pools {
             let Pool { block, .. } = pool;
-            let flags = block.flags() & !(Block::REACHABLE | Block::REFUSED | Block::HBONE);
+            let forgotten = Block::REACHABLE | Block::REFUSED | Block::HBONE | Block::WAYPOINT;
+            let flags = block.flags() & !forgotten;
             *block = Block::new(block.base(), block.len(), flags);
         }
     }

@@ -11,7 +11,7 @@ use std::{
 
 use model::{
     Egress, Endpoint, Hints, Place, Protocol, Records, Service, ServiceName, ServicePort,
-    ServiceType, TrafficPolicy, Workload,
+    ServiceType, TrafficPolicy, UseWaypoint, Workload,
 };
 use smallvec::smallvec;
 use socket2::SockRef;
@@ -294,7 +294,8 @@ fn a_connection_to_a_service_with_a_waypoint_is_reset() {
     let mut snapshot = Snapshot::default();
     snapshot.services.insert(service.name.clone(), service);
     let of = snapshot.istio.namespaces.entry("default".into());
-    Arc::make_mut(of.or_default()).waypoint = true;
+    let gate = UseWaypoint::Gateway(ServiceName::new("default", "gate"));
+    Arc::make_mut(of.or_default()).waypoint = Some(gate);
     snapshot.istio.denies = true;
     proxy.set_snapshot(snapshot);
     assert_eq!(ending(&connect(vip)), Err(ErrorKind::ConnectionReset));

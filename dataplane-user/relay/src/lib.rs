@@ -25,6 +25,7 @@ mod permit;
 mod route;
 mod session;
 pub mod socket;
+mod via;
 
 use std::{
     collections::HashSet,

@@ -7,7 +7,7 @@ use model::{CapturedBy, Egress};
 use super::{
     attachment::Attached,
     direction::Direction,
-    index::{Found, Index, Target},
+    index::{Found, Index, Target, Via},
     outcome::Flag,
 };
 
@@ -18,6 +18,10 @@ pub enum Route {
     Service(Arc<Target>),
     /// To its original destination.
     Straight,
+    /// To a waypoint. The service, if the destination is one's.
+    Waypoint(Box<Via>, Option<Arc<Target>>),
+    /// Nowhere: it would have to go to a waypoint, which cannot be used. The reason, and the service.
+    NoWaypoint(String, Option<Arc<Target>>),
     /// Nowhere, as far as the snapshot knows: the workload may only connect to known destinations. A later snapshot may
     /// have the destination.
     Unknown,
@@ -50,20 +54,47 @@ pub fn decide(
         Found::Service(target) if !attached.is_admitted(&target, client.ip()) => {
             Route::Refused(Flag::Denied, Some(target))
         }
-        Found::Service(target) if !target.has_endpoint(destination.is_ipv4()) => {
-            Route::Refused(Flag::NoEndpoint, Some(target))
-        }
-        Found::Service(target) if is_refused(index, attached, &target, destination.is_ipv4()) => {
-            Route::Refused(Flag::Denied, Some(target))
-        }
-        Found::Service(target) => Route::Service(target),
+        Found::Service(target) => to_service(index, attached, target, destination),
         Found::UnknownPort => Route::Refused(Flag::NoRoute, None),
         Found::Known | Found::Unknown if attached.is_own(destination) => {
             Route::Refused(Flag::Recursive, None)
         }
         Found::Known if is_denied() => Route::Refused(Flag::Denied, None),
         Found::Unknown if is_denied() => Route::Unknown,
-        Found::Known | Found::Unknown => Route::Straight,
+        Found::Known | Found::Unknown => {
+            let via = (direction == Direction::Outbound)
+                .then(|| index.via_workload(&attached.workload, destination));
+            via.flatten()
+                .map_or(Route::Straight, |via| through(via, None))
+        }
+    }
+}
+
+fn to_service(
+    index: &Index,
+    attached: &Attached,
+    target: Arc<Target>,
+    destination: SocketAddr,
+) -> Route {
+    let v4 = destination.is_ipv4();
+    let via = index.via_service(&attached.workload, &target, destination);
+    // A waypoint has its own endpoints, and applies the service's routes itself.
+    if via.is_none() && !target.has_endpoint(v4) {
+        return Route::Refused(Flag::NoEndpoint, Some(target));
+    }
+    if is_refused(index, attached, &target, v4) {
+        return Route::Refused(Flag::Denied, Some(target));
+    }
+    match via {
+        Some(via) => through(via, Some(target)),
+        None => Route::Service(target),
+    }
+}
+
+fn through(via: Result<Via, String>, target: Option<Arc<Target>>) -> Route {
+    match via {
+        Ok(via) => Route::Waypoint(Box::new(via), target),
+        Err(why) => Route::NoWaypoint(why, target),
     }
 }
 
@@ -73,7 +104,7 @@ fn is_refused(index: &Index, attached: &Attached, target: &Target, v4: bool) -> 
     let capture = attached.workload.capture.as_deref();
     // The proxy connects as the node.
     let as_node = capture.is_some_and(|policy| policy.captured_by == CapturedBy::Packets);
-    index.is_refused(target)
+    index.is_refused(target) && !index.sends_to_waypoints(&attached.workload)
         || attached.egress == Egress::Deny && !index.is_service_reachable(target, v4)
         || as_node && index.leads_to_node(target, v4)
 }

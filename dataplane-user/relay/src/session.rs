@@ -18,7 +18,7 @@ use super::{
     attachment::Attached,
     counters::Counters,
     direction::Direction,
-    index::{Denied, Index, Target, Way},
+    index::{Denied, Index, Target, Via, Way},
     labels::Principals,
     outcome::Flag,
     permit::Permit,
@@ -54,6 +54,8 @@ pub struct Session {
     endpoint: SocketAddr,
     /// The service's port, if the destination is one.
     target: Option<Arc<Target>>,
+    /// The waypoint to which the connection goes.
+    pub(super) via: Option<Box<Via>>,
     /// Bytes relayed so far: from the client, and to the client. The engine adds to them.
     pub bytes: [u64; 2],
     /// The part of `bytes` that the counters have.
@@ -112,6 +114,7 @@ impl Session {
             destination,
             endpoint: destination,
             target: None,
+            via: None,
             bytes: [0; 2],
             counted: [0; 2],
             accepted: now,
@@ -159,6 +162,11 @@ impl Session {
     /// workload uses one to itself.
     pub fn way(&self, index: &Index) -> Way {
         let (workload, ip) = (&self.attached().workload, self.endpoint.ip());
+        if self.via.is_some() {
+            // Only the service account of its Pod tells the waypoint's identity.
+            let pod = index.workload(ip);
+            return pod.map_or(Way::Unclear, |pod| Way::Tunnel(Arc::clone(pod)));
+        }
         let may_tunnel = !workload.account.is_empty() && !workload.addresses.contains(&ip);
         match self.direction {
             Direction::Outbound if may_tunnel => index.way(ip),
@@ -195,6 +203,17 @@ impl Session {
             Route::Service(target) => {
                 self.target = Some(target);
                 Ok(())
+            }
+            Route::Waypoint(via, target) => {
+                (self.via, self.target) = (Some(via), target);
+                Ok(())
+            }
+            Route::NoWaypoint(why, target) => {
+                self.target = target;
+                if let Progress::Dialing(attempts) = &mut self.progress {
+                    attempts.error = Some(io::Error::other(why));
+                }
+                Err(Flag::Tunnel.into())
             }
             Route::Refused(flag, target) => {
                 self.target = target;
@@ -239,10 +258,14 @@ impl Session {
         if attempts.left == 0 {
             return None;
         }
-        let endpoint = match &self.target {
-            None => attempts.failed.is_empty().then_some(self.destination)?,
+        let (target, at) = match &self.via {
+            Some(via) => (&via.target, via.at),
+            None => (&self.target, self.destination),
+        };
+        let endpoint = match target {
+            None => attempts.failed.is_empty().then_some(at)?,
             Some(target) => loop {
-                let v4 = self.destination.is_ipv4();
+                let v4 = at.is_ipv4();
                 let attached = self.permit.attached();
                 let client = attached.source(self.direction, self.client.ip());
                 let endpoint = target.choose(v4, client, &attempts.failed)?;
@@ -341,6 +364,7 @@ impl Drop for Session {
                 client: self.client,
                 destination: self.destination,
                 endpoint,
+                authority: self.via.as_ref().map(|via| via.authority),
                 target: self.target.take(),
                 bytes: self.bytes,
                 duration: self.accepted.elapsed(),

@@ -12,7 +12,7 @@ use plan::{
     Captured,
     enrol::{
         Enrolment, Member, Problem, Retained, Unknown, consequence, fit_addresses, known, limited,
-        members, missing_root, unread,
+        members, missing_root, unread, unusable_waypoints,
     },
 };
 use proxy::{Proxy, handover};
@@ -182,8 +182,10 @@ impl Mesh {
         self.limited
             .retain(|_, last| now.duration_since(*last) < REMEMBERED);
         let unread = unread(istio, members, self.said.sidecars);
+        let waypoints = unusable_waypoints(istio, members, self.said.sidecars);
         let limited = then.into_iter().chain(limited.into_values());
-        limited.chain(missing).chain(unread).collect()
+        let others = [missing, unread, waypoints];
+        limited.chain(others.into_iter().flatten()).collect()
     }
 
     /// Enrols the workloads that are captured by their sockets.

@@ -180,26 +180,6 @@ mod tests {
         assert_eq!(whole.ineffective.len(), 1);
     }
 
-    /// A pod's waypoint needs encrypted transport, which does not exist yet: the agent reports this.
-    #[test]
-    fn a_captured_pod_says_that_its_waypoint_has_no_effect() {
-        let with = |waypoint: &str| Rules {
-            waypoint: Some(waypoint.into()),
-            ..captured(true)
-        };
-        let none = Rules::default;
-        for enforced in [none(), captured(true)] {
-            let member = |own| member(none(), enforced.clone(), own, Place::Address).unwrap();
-            let named = member(with("gate"));
-            assert_eq!(named.ineffective.len(), 1, "{:?}", named.ineffective);
-            assert!(
-                named.ineffective[0]
-                    .contains("istio.io/use-waypoint: gate of the Pod has no effect")
-            );
-            assert!(member(with("none")).ineffective.is_empty());
-        }
-    }
-
     #[test]
     fn only_where_the_configuration_allows_it_a_pod_asks_for_capture_by_packets() {
         let own = Rules {

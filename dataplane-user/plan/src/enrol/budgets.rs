@@ -100,7 +100,6 @@ pub(super) fn without_lists(rules: &Rules) -> Rules {
         without_proxy: rules.without_proxy,
         dns: rules.dns,
         virtual_interfaces: rules.virtual_interfaces.clone(),
-        waypoint: rules.waypoint.clone(),
         ..Rules::default()
     }
 }

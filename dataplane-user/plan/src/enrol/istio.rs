@@ -8,14 +8,14 @@ use std::{
 };
 
 use model::{
-    CapturedBy, Inbound, Istio, Place, Policy, RefusedInbound, Snapshot, Workload,
+    CapturedBy, Inbound, Istio, Place, Policy, RefusedInbound, Snapshot, UseWaypoint, Workload,
     authorization::{Authorization, Extent, Policies, PolicyName},
 };
 
 use super::Member;
 
 /// The number of objects of a namespace that are named, and the number of namespaces.
-const NAMED: [usize; 2] = [5, 100];
+pub(super) const NAMED: [usize; 2] = [5, 100];
 
 /// Returns whether the agent's programs or its proxy carry the connections of a captured workload. Another proxy may
 /// enforce the objects.
@@ -95,10 +95,11 @@ pub(super) fn may_be_refused(istio: &Istio, workload: &Workload) -> bool {
 /// not the agent's.
 pub fn limited(istio: &Istio, members: &[Member], foreign: bool) -> BTreeMap<Arc<str>, String> {
     let mut found: BTreeMap<Arc<str>, BTreeSet<String>> = BTreeMap::new();
-    let mut own = BTreeSet::new();
+    let (mut own, mut is_past) = (BTreeSet::new(), false);
     let carried = members.iter();
     for member in carried.filter(|of| is_carried(&of.workload, &of.policy, foreign)) {
         own.insert(member.workload.name.namespace());
+        is_past |= !(istio.waypoints && member.is_sent_to_waypoints());
         for (namespace, name) in &member.limited_by {
             own.insert(namespace);
             let found = found.entry(Arc::clone(namespace)).or_default();
@@ -108,9 +109,10 @@ pub fn limited(istio: &Istio, members: &[Member], foreign: bool) -> BTreeMap<Arc
     if own.is_empty() {
         return BTreeMap::new();
     }
-    for (namespace, of) in &istio.namespaces {
-        let label = of.waypoint.then(|| format!("Namespace {namespace}"));
-        let services = of.labels.iter().filter(|(_, has)| **has);
+    for (namespace, of) in istio.namespaces.iter().filter(|_| is_past) {
+        let own = of.waypoint.as_ref().and_then(UseWaypoint::gateway);
+        let label = own.map(|_| format!("Namespace {namespace}"));
+        let services = of.labels.iter().filter(|(_, of)| of.gateway().is_some());
         let services = services.map(|(name, _)| name.to_string());
         let labelled = label.into_iter().chain(services).take(NAMED[0] + 1);
         for name in labelled {
@@ -190,7 +192,8 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use model::{
-        CapturedBy, Effect, IstioNamespace, IstioPolicy, Label, Layers, Mode, Rules, WorkloadName,
+        CapturedBy, Effect, IstioNamespace, IstioPolicy, Label, Layers, Mode, Rules, ServiceName,
+        WorkloadName,
         authorization::{Action, PeerAuthentication, Rule},
     };
 
@@ -411,14 +414,13 @@ mod tests {
     #[test]
     fn each_namespace_is_named_once_and_those_with_captured_workloads_first() {
         let mut istio = istio("root/PA * STRICT; shop/AP * deny; other/AP * deny");
+        let gate = || UseWaypoint::Gateway(ServiceName::new("shop", "gate"));
         for n in 0..200 {
-            let objects = ["Service web", "ServiceEntry out"];
+            let used = || if n == 7 { UseWaypoint::None } else { gate() };
+            let objects = ["Service web", "ServiceEntry out"].map(|of| (Arc::from(of), used()));
             let of = IstioNamespace {
-                waypoint: n == 0,
-                labels: objects
-                    .into_iter()
-                    .map(|of| (Arc::<str>::from(of), n != 7))
-                    .collect(),
+                waypoint: (n == 0).then(gate),
+                labels: objects.into_iter().collect(),
                 ..IstioNamespace::default()
             };
             istio

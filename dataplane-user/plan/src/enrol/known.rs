@@ -3,13 +3,13 @@
 
 use std::{
     cmp::Reverse,
-    collections::{BTreeSet, HashSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     net::IpAddr,
 };
 
 use dataplane_common::{
     Port, Protocol,
-    capture::{self, CAPTURED, EXCLUDED, Enrolled, HBONE, LISTED, REACHABLE},
+    capture::{self, CAPTURED, EXCLUDED, Enrolled, HBONE, LISTED, REACHABLE, WAYPOINT},
     tables::FrontendKey,
 };
 use ipnet::{IpNet, Ipv4Net};
@@ -43,8 +43,8 @@ pub fn known(snapshot: &Snapshot, members: &[Member], wanted: &mut Captured) -> 
     Unlisted { endpoints, hbone }
 }
 
-/// Adds the addresses of workloads that speak HBONE, if entries of workloads need them: a connection to such an address must not
-/// go direct. Returns false if there is no room.
+/// Adds the addresses of workloads that speak HBONE or have a waypoint, if entries of workloads need them: a connection to such
+/// an address must not go direct. Returns false if there is no room.
 fn add_hbone(snapshot: &Snapshot, wanted: &mut Captured, room: u64) -> bool {
     let in_namespaces = wanted.namespaces.values_mut().map(|entry| &mut entry.flags);
     let by_packets = wanted.locals.values_mut().map(|local| &mut local.flags);
@@ -55,10 +55,19 @@ fn add_hbone(snapshot: &Snapshot, wanted: &mut Captured, room: u64) -> bool {
     if encrypting.is_empty() {
         return true;
     }
-    let speaking = snapshot.workloads.values().filter(|of| of.speaks_hbone);
-    let addresses = speaking.flat_map(|of| &of.addresses);
-    let keys = addresses.map(|addr| FrontendKey::address((*addr).into()));
-    let keys: BTreeSet<_> = keys.collect();
+    let mut keys: BTreeMap<FrontendKey, u32> = BTreeMap::new();
+    for workload in snapshot.workloads.values() {
+        let value = match snapshot.istio.waypoint_of_workload(workload) {
+            Some(_) => LISTED | HBONE | WAYPOINT,
+            None if workload.speaks_hbone => LISTED | HBONE,
+            None => continue,
+        };
+        for addr in &workload.addresses {
+            *keys
+                .entry(FrontendKey::address((*addr).into()))
+                .or_default() |= value;
+        }
+    }
     let has_room = keys.len() as u64 <= room;
     if !has_room {
         for flags in encrypting {
@@ -67,8 +76,7 @@ fn add_hbone(snapshot: &Snapshot, wanted: &mut Captured, room: u64) -> bool {
     }
     // Those that fit stay also without room for all: they are removed only after the flags have changed.
     let fitting = keys.into_iter().zip(0..room);
-    let entries = fitting.map(|(key, _)| (key, LISTED | HBONE));
-    wanted.known.extend(entries);
+    wanted.known.extend(fitting.map(|(entry, _)| entry));
     has_room
 }
 
@@ -215,7 +223,7 @@ mod tests {
 
     use model::{
         Endpoint, Hints, Part, Place, Protocol, Records, ServicePort, ServiceType, Split,
-        TrafficPolicy, WorkloadName,
+        TrafficPolicy, UseWaypoint, WorkloadName,
     };
 
     use super::*;
@@ -226,24 +234,30 @@ mod tests {
     };
 
     /// Each line has the flags of a workload, the room, and then its flags and the values of the addresses of two Pods, of which
-    /// the first one speaks HBONE.
+    /// the first one speaks HBONE, or has a waypoint.
     #[test]
     fn addresses_that_speak_hbone_are_all_there_or_everything_goes_to_the_proxy() {
         let (encrypts, pass) = (Enrolled::ENCRYPTS, Enrolled::FAIL_OPEN);
         let only = encrypts | Enrolled::ONLY_HBONE | pass;
-        for (flags, room, wanted, values) in [
-            (only, 1, only, [LISTED | HBONE, LISTED]),
-            (only, 0, encrypts, [LISTED; 2]),
-            (encrypts, 1, encrypts, [LISTED | HBONE, LISTED]),
-            (pass, 0, pass, [LISTED; 2]),
+        let (speaks, gated) = (LISTED | HBONE, LISTED | HBONE | WAYPOINT);
+        for (flags, room, has_waypoint, wanted, values) in [
+            (only, 1, false, only, [speaks, LISTED]),
+            (only, 0, false, encrypts, [LISTED; 2]),
+            (only, 1, true, only, [gated, LISTED]),
+            (only, 0, true, encrypts, [LISTED; 2]),
+            (encrypts, 1, false, encrypts, [speaks, LISTED]),
+            (pass, 0, false, pass, [LISTED; 2]),
         ] {
             let pods = [pod("shop", "a", 1), pod("shop", "b", 1)];
             let mut snapshot = snapshot(pods);
+            snapshot.istio.waypoints = true;
+            let gate = || UseWaypoint::Gateway(ServiceName::new("other", "gate"));
             for (number, addr) in (1..).zip(["10.0.0.1", "10.0.0.2"]) {
                 let name = WorkloadName::new("other", addr);
                 let pod = Workload {
                     addresses: [addr.parse().unwrap()].into_iter().collect(),
-                    speaks_hbone: number == 1,
+                    speaks_hbone: number == 1 && !has_waypoint,
+                    waypoint: (number == 1 && has_waypoint).then(gate),
                     ..Workload::new(name.clone(), Place::Elsewhere)
                 };
                 snapshot.workloads.insert(name, Arc::new(pod));

@@ -43,6 +43,11 @@ impl Member {
         self.policy.captured_by == CapturedBy::Packets && self.workload.place == Place::Address
     }
 
+    /// Returns whether the agent's proxy sends its connections to waypoints, if the proxy has tunnels.
+    pub(super) fn is_sent_to_waypoints(&self) -> bool {
+        self.policy.mode.is_proxied(false) && !self.workload.account.is_empty()
+    }
+
     /// Returns the node itself as a member. The node's own processes share its network namespace.
     pub fn of_node(snapshot: &Snapshot) -> Self {
         let name = &*snapshot.node.name;

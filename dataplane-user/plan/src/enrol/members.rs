@@ -6,7 +6,8 @@ use std::{
 };
 
 use model::{
-    CapturedBy, Egress, Exempt, Layers, Mode, Place, Rules, Snapshot, Workload, WorkloadName,
+    CapturedBy, Egress, Exempt, Layers, Mode, Place, Rules, Snapshot, UseWaypoint, Workload,
+    WorkloadName,
 };
 
 use super::{
@@ -195,12 +196,12 @@ fn layers(said: &MeshStatements, workload: &Workload, over_budget: bool) -> Laye
         mode: Some(Mode::Kernel),
         ..Rules::default()
     };
-    let waypoint = own.waypoint.as_deref();
-    if let Some(waypoint) = waypoint.filter(|waypoint| *waypoint != "none") {
+    let waypoint = workload.waypoint.as_ref().and_then(UseWaypoint::gateway);
+    if let Some(waypoint) = waypoint.filter(|_| !said.tunnels) {
         ineffective.push(format!(
-            "label istio.io/use-waypoint: {} of the Pod has no effect: connections go past the waypoint, and no rule of it \
-             holds",
-            waypoint.escape_debug()
+            "label istio.io/use-waypoint: {} of the Pod has no effect: without mesh.identity, connections go past the waypoint, \
+             and no rule of it holds",
+            waypoint.name().escape_debug()
         ));
     }
     let mut layers = above;

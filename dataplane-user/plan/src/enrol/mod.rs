@@ -9,6 +9,7 @@ mod known;
 mod member;
 mod members;
 mod statements;
+mod waypoints;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -25,6 +26,7 @@ pub use member::{Auto, Member};
 pub use members::{MeshStatements, members};
 use model::{Workload, WorkloadName};
 pub use statements::{Statement, statements};
+pub use waypoints::unusable_waypoints;
 
 use super::{Captured, Policies, Resolvers};
 
@@ -149,7 +151,8 @@ impl Enroller {
             flags |= Enrolled::TUNNELS;
         }
         if self.tunnels && flags & Enrolled::PROXY != 0 && !member.workload.account.is_empty() {
-            flags |= Enrolled::ENCRYPTS;
+            // The proxy sends its connections to waypoints, or refuses them.
+            flags = flags & !Enrolled::REFUSES_SERVICES | Enrolled::ENCRYPTS;
             if let Some(auto) = member.auto {
                 flags |= Enrolled::ONLY_HBONE;
                 if !auto.plain_to_proxy {
@@ -263,13 +266,24 @@ mod tests {
             Enrolled::TUNNELS,
             Enrolled::ENCRYPTS,
             Enrolled::ONLY_HBONE,
+            Enrolled::REFUSES_SERVICES,
         ];
         for (auto, tunnels, account, wanted) in [
-            (Some(false), true, "web", [true, false, true, true, true]),
-            (Some(true), true, "web", [true, true, true, true, true]),
-            (None, true, "web", [true, true, true, true, false]),
-            (None, true, "", [true, true, true, false, false]),
-            (None, false, "web", [true, true, false, false, false]),
+            (
+                Some(false),
+                true,
+                "web",
+                [true, false, true, true, true, false],
+            ),
+            (
+                Some(true),
+                true,
+                "web",
+                [true, true, true, true, true, false],
+            ),
+            (None, true, "web", [true, true, true, true, false, false]),
+            (None, true, "", [true, true, true, false, false, true]),
+            (None, false, "web", [true, true, false, false, false, true]),
         ] {
             let of_node = Member::of_node(&Snapshot::default());
             let workload = Workload {
@@ -279,6 +293,8 @@ mod tests {
             let member = Member {
                 policy: Policy {
                     mode: Mode::Proxy,
+                    // `mesh.unsupported: deny`.
+                    refused: Some(Box::default()),
                     ..Policy::default()
                 },
                 workload: Arc::new(workload),

@@ -13,6 +13,7 @@ use dataplane_common::{
 };
 use imbl::{OrdMap, ordmap::DiffItem};
 use model::{Problem, Service, ServiceName, Snapshot};
+use serve::flags;
 
 use super::{
     AdoptError, Contents, Plan, PoolOwner, Room, Served,
@@ -139,8 +140,8 @@ impl Planner {
         }
         for service in &dirty {
             let new = service.new.as_deref();
-            let is_refused = new.is_some_and(|new| snapshot.istio.refuses(new));
-            self.update_service(service, is_refused, keys_before, &mut scratch, &mut writes);
+            let flags = new.map_or(0, |new| flags(&snapshot.istio, new));
+            self.update_service(service, flags, keys_before, &mut scratch, &mut writes);
         }
         if self.adopted.take().is_some() {
             self.remove_strays(&mut writes);

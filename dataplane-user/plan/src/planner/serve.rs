@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use dataplane_common::tables::Block;
-use model::{Gravity, Problem, Service};
+use model::{Gravity, Istio, Problem, Service};
 
 use super::{
     super::{
@@ -15,12 +15,24 @@ use super::{
     Dirty, Planner, Scratch,
 };
 
+/// Returns the flags that all blocks of a service have.
+pub(super) fn flags(istio: &Istio, service: &Service) -> u16 {
+    let mut flags = 0;
+    if istio.refuses(service) {
+        flags |= Block::REFUSED;
+    }
+    if istio.waypoint_of_service(service).is_some() {
+        flags |= Block::HBONE | Block::WAYPOINT;
+    }
+    flags
+}
+
 impl Planner {
-    /// Gives the service the pools and keys that it should have. `is_refused`: captured workloads may not connect to it.
+    /// Gives the service the pools and keys that it should have. `flags`: the flags of all of its blocks.
     pub(super) fn update_service(
         &mut self,
         service: &Dirty,
-        is_refused: bool,
+        flags: u16,
         keys_before: usize,
         scratch: &mut Scratch,
         writes: &mut Writes,
@@ -46,7 +58,7 @@ impl Planner {
                         cluster: &mut scratch.cluster,
                         local: &mut scratch.local,
                         without_endpoints: left.is_some(),
-                        flags: if is_refused { Block::REFUSED } else { 0 },
+                        flags,
                         problems,
                     };
                     let after = update.apply(new, &scratch.keys, before);
@@ -55,7 +67,7 @@ impl Planner {
                         self.services.insert(name.clone(), after);
                     }
                 } else {
-                    problems.push(self.wait(new, &scratch.keys, before, writes));
+                    problems.push(self.wait(new, flags, &scratch.keys, before, writes));
                 }
             }
             _ => {
@@ -120,6 +132,7 @@ impl Planner {
     fn wait(
         &mut self,
         service: &Service,
+        flags: u16,
         keys: &[WantedKey],
         mut before: ServicePools,
         writes: &mut Writes,
@@ -155,7 +168,8 @@ impl Planner {
         // A flag needs no room, and must not wait.
         for index in before.indices() {
             let block = self.mirror.pools[index as usize].pool.block;
-            let flags = self.reach.flags(self.mirror.block(block)) & Block::HBONE;
+            let flags = flags | self.reach.flags(self.mirror.block(block));
+            let flags = flags & (Block::HBONE | Block::WAYPOINT);
             self.mirror.add_flags(index, flags, writes);
         }
         if before.indices().next().is_some() {

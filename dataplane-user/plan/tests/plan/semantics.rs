@@ -10,8 +10,8 @@ use dataplane_common::{
 };
 use dataplane_plan::{AdoptError, Departures, Plan, Planner, PoolRole, Write};
 use model::{
-    Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
-    Snapshot, TrafficPolicy,
+    AllowedNamespaces, Endpoint, Gateway, Hints, IstioNamespace, Node, Protocol, Records, Service,
+    ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy, UseWaypoint,
 };
 
 use super::sim::Sim;
@@ -1044,13 +1044,18 @@ fn services_with_a_waypoint_are_refused_at_the_keys_that_they_have_won() {
         let (labels, wanted) = case.split_once("=>").unwrap();
         last.istio.namespaces.clear();
         for (label, value) in labels.split(',').filter_map(|label| label.split_once('=')) {
-            let (label, is_named) = (label.trim(), value.trim() == "gate");
+            let label = label.trim();
+            let gate = UseWaypoint::Gateway(ServiceName::new("test", "gate"));
+            let used = (value.trim() == "gate").then_some(gate);
             let namespace = if label == "other" { label } else { "test" };
             let of = last.istio.namespaces.entry(namespace.into()).or_default();
             let of = Arc::make_mut(of);
             match label {
-                "test" | "other" => of.waypoint = is_named,
-                _ => _ = of.labels.insert(label.into(), is_named),
+                "test" | "other" => of.waypoint = used,
+                _ => {
+                    let used = used.unwrap_or(UseWaypoint::None);
+                    of.labels.insert(label.into(), used);
+                }
             }
         }
         let denies = !labels.contains("warn");
@@ -1064,6 +1069,65 @@ fn services_with_a_waypoint_are_refused_at_the_keys_that_they_have_won() {
         fresh.plan(&last);
         for node in [&node, &fresh] {
             assert_eq!(refused(node), wanted.trim(), "{case}");
+        }
+    }
+}
+
+/// Each line has what the namespace's waypoint is for, and the addresses whose connections go to the proxy because of it.
+/// Each change is planned, as by an agent that starts then or that adopts the tables.
+#[test]
+fn services_with_a_waypoint_are_reached_through_the_proxy() {
+    let of = IstioNamespace {
+        waypoint: Some(UseWaypoint::Gateway(ServiceName::new("other", "gate"))),
+        labels: [(Arc::from("Service free"), UseWaypoint::None)]
+            .into_iter()
+            .collect(),
+        ..IstioNamespace::default()
+    };
+    let mut last = snapshot([
+        service("web", &["10.96.0.1"], &["10.0.0.1"]),
+        service("free", &["10.96.0.2"], &["10.0.0.2"]),
+    ]);
+    last.istio.namespaces.insert("test".into(), Arc::new(of));
+    let mut node = Node1::default();
+    for (on, traffic, wanted) in [
+        (false, "", ""),
+        (true, "", "10.96.0.1"),
+        (true, "workload", ""),
+        (true, "service", "10.96.0.1"),
+        (true, "none", ""),
+        (true, "all", "10.96.0.1"),
+        (false, "all", ""),
+    ] {
+        let name = ServiceName::new("other", "gate");
+        let restarts = last.istio.waypoints != on;
+        last.istio.waypoints = on;
+        last.istio.gateways.clear();
+        if !traffic.is_empty() {
+            let gateway = Gateway {
+                for_services: ["service", "all"].contains(&traffic),
+                for_workloads: ["workload", "all"].contains(&traffic),
+                addresses: Box::default(),
+                allowed: AllowedNamespaces::Same,
+            };
+            last.istio.gateways.insert(name, Arc::new(gateway));
+        }
+        if restarts {
+            node.planner = Planner::adopt(node.sim.contents()).unwrap();
+        }
+        node.plan(&last);
+        let mut fresh = Node1::default();
+        fresh.plan(&last);
+        for node in [&node, &fresh] {
+            let flags = |frontend: &Frontend| {
+                let pool = node.sim.pool(frontend.pool()).unwrap();
+                pool.block.flags() & (Block::HBONE | Block::WAYPOINT)
+            };
+            let keys = node.planner.frontends().into_iter();
+            let found = keys.filter(|(key, _)| key.port == Port::new(80));
+            let found = found.filter(|(_, of)| flags(of) == Block::HBONE | Block::WAYPOINT);
+            let found: Vec<_> = found.map(|(key, _)| key.addr.ip().to_string()).collect();
+            assert_eq!(found.join(" "), wanted, "{on} {traffic}");
         }
     }
 }

@@ -33,8 +33,8 @@ impl Worker {
                 self.finish(key, Flag::ConnectFailure, true);
                 return;
             };
-            let has_tunnels = self.shared.tunnels.get().is_some();
-            if has_tunnels && !matches!(session.way(&self.index), Way::Plain) {
+            let may_tunnel = self.shared.tunnels.get().is_some() || session.has_waypoint();
+            if may_tunnel && !matches!(session.way(&self.index), Way::Plain) {
                 self.hand_over(key, first);
                 return;
             }

@@ -96,11 +96,11 @@ impl Line {
             src_workload,
             src_namespace,
             src_identity,
-            dst_addr: match principals {
-                Some(_) => SocketAddr::new(endpoint.ip(), HBONE),
-                None => endpoint,
+            dst_addr: match (principals, record.authority) {
+                (Some(_), None) => SocketAddr::new(endpoint.ip(), HBONE),
+                _ => endpoint,
             },
-            dst_hbone_addr: principals.map(|_| endpoint),
+            dst_hbone_addr: principals.map(|_| record.authority.unwrap_or(endpoint)),
             dst_service: record.target.as_ref().map(|target| {
                 let service = target.service();
                 format!("{}.{}.svc", service.name(), service.namespace())
@@ -184,6 +184,7 @@ mod tests {
             client: at("10.0.0.1:4000"),
             destination: at("10.96.0.1:80"),
             endpoint: Some(at("10.0.0.2:8080")),
+            authority: None,
             target: None,
             bytes: [3, 4],
             duration: Duration::from_micros(12_900),
@@ -214,6 +215,11 @@ mod tests {
              dst.identity=\"spiffe://cluster.local/ns/shop/sa/peer\" direction=\"outbound\" bytes_sent=3 bytes_recv=4 \
              duration=\"12ms\"\n"
         );
+        let mut through = record(Direction::Outbound);
+        let waypoint = ["10.0.0.2:15009", "10.96.0.1:80"].map(|of| of.parse().ok());
+        [through.endpoint, through.authority] = waypoint;
+        let addresses = " dst.addr=10.0.0.2:15009 dst.hbone_addr=10.96.0.1:80 ";
+        assert!(text(&through).contains(addresses), "{}", text(&through));
         let mut plain = record(Direction::Inbound);
         (plain.principals, plain.peer, plain.flag) = (None, None, Flag::ClientReset);
         assert_eq!(

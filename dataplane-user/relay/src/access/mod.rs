@@ -67,6 +67,8 @@ pub struct Record {
     /// The endpoint that took the connection, or that the last attempt went to; `None`: there was no
     /// attempt.
     pub endpoint: Option<SocketAddr>,
+    /// The destination of the stream, if the endpoint is a waypoint.
+    pub authority: Option<SocketAddr>,
     /// The service's port, if the destination was one.
     pub target: Option<Arc<Target>>,
     /// From the client to the endpoint, and back.
@@ -295,6 +297,7 @@ mod tests {
                 client: at(1),
                 destination: at(2),
                 endpoint: None,
+                authority: None,
                 target: None,
                 bytes: [3, 4],
                 duration: Duration::from_micros(1500),

@@ -2,9 +2,11 @@
 
 mod policies;
 mod target;
+mod waypoint;
 
 pub use policies::Denied;
 pub use target::Target;
+pub use waypoint::Via;
 
 use std::{
     net::{IpAddr, Ipv6Addr, SocketAddr},

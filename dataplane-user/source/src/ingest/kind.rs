@@ -4,7 +4,9 @@
 
 use std::{fmt, net::IpAddr, sync::Arc};
 
-use model::{Grant, IstioPolicy, Node, Place, Route, RouteKind, Service, ServiceName, Workload};
+use model::{
+    Gateway, Grant, IstioPolicy, Node, Place, Route, RouteKind, Service, ServiceName, Workload,
+};
 use smallvec::SmallVec;
 
 use super::Text;
@@ -49,6 +51,8 @@ pub enum Kind {
     GrpcRoute,
     /// Gateway API's ReferenceGrants.
     ReferenceGrant,
+    /// Gateway API's Gateways.
+    Gateway,
     /// Istio's AuthorizationPolicies.
     AuthorizationPolicy,
     /// Istio's PeerAuthentications.
@@ -65,7 +69,7 @@ struct Names(
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Service,
         Self::Slice,
         Self::Node,
@@ -78,6 +82,7 @@ impl Kind {
         Self::HttpRoute,
         Self::GrpcRoute,
         Self::ReferenceGrant,
+        Self::Gateway,
         Self::AuthorizationPolicy,
         Self::PeerAuthentication,
     ];
@@ -101,6 +106,7 @@ impl Kind {
             Self::HttpRoute => Names("HTTPRoute", "httproutes", GATEWAY, V1BETA1),
             Self::GrpcRoute => Names("GRPCRoute", "grpcroutes", GATEWAY, &["v1", "v1alpha2"]),
             Self::ReferenceGrant => Names("ReferenceGrant", "referencegrants", GATEWAY, V1BETA1),
+            Self::Gateway => Names("Gateway", "gateways", GATEWAY, V1BETA1),
             Self::AuthorizationPolicy => {
                 let (word, resource) = ("AuthorizationPolicy", "authorizationpolicies");
                 Names(word, resource, SECURITY, V1BETA1)
@@ -177,6 +183,9 @@ impl Kind {
                 Some("no Service is split by a route of this kind")
             }
             Self::ReferenceGrant => Some("no route leads to a Service of another namespace"),
+            Self::Gateway => Some(
+                "captured Pods with an identity cannot connect to what has a waypoint (istio.io/use-waypoint)",
+            ),
             Self::AuthorizationPolicy | Self::PeerAuthentication => Some(
                 "those that limit connections are not named, and all connections to captured Pods in the mode proxy are \
                  refused; with mesh.unsupported: deny, all connections to captured Pods are refused",
@@ -271,6 +280,11 @@ impl Kind {
                 let grant: wire::ReferenceGrant = text.read(findings)?;
                 let body = objects::grant(&grant, findings);
                 (self.key(&grant.metadata), Body::Grant(Arc::new(body)))
+            }
+            Self::Gateway => {
+                let gateway: wire::Gateway = text.read(findings)?;
+                let body = objects::gateway(&gateway, findings);
+                (self.key(&gateway.metadata), Body::Gateway(Arc::new(body)))
             }
             Self::AuthorizationPolicy | Self::PeerAuthentication => {
                 self.policy(text, is_in_file, findings)
@@ -371,6 +385,8 @@ pub enum Body {
     Route(Arc<Route>),
     /// A ReferenceGrant.
     Grant(Arc<Grant>),
+    /// A Gateway.
+    Gateway(Arc<Gateway>),
     /// A policy of Istio's. `None`: it limits no connections to Pods.
     Policy(Option<IstioPolicy>),
     /// An object that is left to others.

@@ -4,6 +4,10 @@ use super::kind::Kind;
 
 /// The kinds to read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a part that is wanted or not, and all of their combinations can be"
+)]
 pub struct WantedKinds {
     /// The part of Kubernetes' own objects.
     pub scope: Scope,
@@ -11,6 +15,8 @@ pub struct WantedKinds {
     pub entries: bool,
     /// Whether to read Gateway API's routes and ReferenceGrants.
     pub routes: bool,
+    /// Whether to read Gateways, which may be waypoints.
+    pub waypoints: bool,
     /// Whether to read Istio's policies.
     pub policies: WantedPolicies,
     /// Whether to answer the names of services. If so, headless services and services of other proxies are read with
@@ -47,6 +53,7 @@ impl WantedKinds {
         scope: Scope::Registry,
         entries: true,
         routes: true,
+        waypoints: true,
         policies: WantedPolicies::Named,
         names: true,
     };
@@ -58,6 +65,7 @@ impl WantedKinds {
             Kind::Pod => self.entries || self.scope >= Scope::HostPorts,
             Kind::Namespace => self.scope >= Scope::Mesh,
             Kind::ServiceEntry | Kind::WorkloadEntry => self.entries,
+            Kind::Gateway => self.waypoints,
             kind if kind.is_policy() => self.policies != WantedPolicies::None,
             _ => self.routes,
         }

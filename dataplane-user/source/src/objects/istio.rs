@@ -4,7 +4,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use model::{
-    Effect, IstioPolicy, Label,
+    Effect, IstioPolicy, Label, ServiceName, UseWaypoint,
     authorization::{Action, Authorization, PeerAuthentication},
 };
 
@@ -14,21 +14,31 @@ use super::{
 };
 
 /// A label of Services, ServiceEntries, Pods and Namespaces: the waypoint through which connections to them go.
-pub(super) const LABEL_WAYPOINT: &str = "istio.io/use-waypoint";
+const LABEL_WAYPOINT: &str = "istio.io/use-waypoint";
+/// A label beside [`LABEL_WAYPOINT`]: the namespace of the waypoint.
+const LABEL_WAYPOINT_NAMESPACE: &str = "istio.io/use-waypoint-namespace";
 /// Maximum number of labels of a selector, and of ports of a policy.
 const PARTS_MAX: usize = 64;
 /// Maximum length of a selector, in bytes.
 const SELECTOR_MAX: usize = 4096;
 
-/// Returns whether labels name a waypoint. `None`: the label of the Namespace counts.
-pub fn waypoint(labels: &BTreeMap<String, String>) -> Option<bool> {
-    // The Service of a waypoint itself has none.
+/// Returns the waypoint that labels of an object in a namespace name. `None`: the labels of the Namespace count.
+pub fn waypoint(labels: &BTreeMap<String, String>, namespace: &str) -> Option<UseWaypoint> {
+    // The Service and the Pods of a waypoint itself have none.
     let manager = label(labels, "gateway.istio.io/managed").unwrap_or_default();
     if ["istio.io-mesh-controller", "istio.io-eastwest-controller"].contains(&manager) {
-        return Some(false);
+        return Some(UseWaypoint::None);
     }
     let name = label(labels, LABEL_WAYPOINT).filter(|name| !name.is_empty());
-    name.map(|name| name != "none")
+    name.map(|name| {
+        if name == "none" {
+            return UseWaypoint::None;
+        }
+        let namespace = label(labels, LABEL_WAYPOINT_NAMESPACE)
+            .filter(|of| !of.is_empty())
+            .unwrap_or(namespace);
+        UseWaypoint::Gateway(ServiceName::new(namespace, name))
+    })
 }
 
 /// Reads an AuthorizationPolicy (`kind`), or a PeerAuthentication. `None`: it limits no connections to Pods.

@@ -4,7 +4,8 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use imbl::OrdMap;
 use model::{
-    Effect, Gravity, IstioNamespace, IstioPolicy, Problem, ServiceName, authorization::Rule,
+    Effect, Gateway, Gravity, IstioNamespace, IstioPolicy, Label, Problem, ServiceName,
+    UseWaypoint, authorization::Rule,
 };
 
 use super::unreadable_policy;
@@ -27,6 +28,7 @@ pub struct IstioObjects {
     /// Whether objects are stored.
     is_wanted: bool,
     namespaces: OrdMap<Arc<str>, Arc<IstioNamespace>>,
+    gateways: OrdMap<ServiceName, Arc<Gateway>>,
     /// The namespaces and keys of policies beyond [`POLICIES_MAX`] and [`RULES_MAX`], whose content is not kept.
     beyond: BTreeSet<(Arc<str>, Arc<str>)>,
 }
@@ -37,6 +39,7 @@ impl IstioObjects {
         Self {
             is_wanted,
             namespaces: OrdMap::new(),
+            gateways: OrdMap::new(),
             beyond: BTreeSet::new(),
         }
     }
@@ -44,6 +47,23 @@ impl IstioObjects {
     /// Returns all objects. Cheap.
     pub fn namespaces(&self) -> OrdMap<Arc<str>, Arc<IstioNamespace>> {
         self.namespaces.clone()
+    }
+
+    /// Returns all Gateways. Cheap.
+    pub fn gateways(&self) -> OrdMap<ServiceName, Arc<Gateway>> {
+        self.gateways.clone()
+    }
+
+    /// Stores a Gateway, or removes it. Returns whether anything has changed.
+    pub fn put_gateway(&mut self, name: &ServiceName, gateway: Option<Arc<Gateway>>) -> bool {
+        if self.gateways.get(name) == gateway.as_ref() {
+            return false;
+        }
+        match gateway {
+            Some(gateway) => _ = self.gateways.insert(name.clone(), gateway),
+            None => _ = self.gateways.remove(name),
+        }
+        true
     }
 
     /// Returns a problem for each namespace with policies whose content is not kept.
@@ -60,13 +80,21 @@ impl IstioObjects {
         })
     }
 
-    /// Stores whether the labels of a Namespace name a waypoint.
-    pub fn label_namespace(&mut self, name: &str, waypoint: bool) {
-        self.change(name, |of| of.waypoint = waypoint);
+    /// Stores the waypoint that the labels of a Namespace name, and all of its labels.
+    pub fn label_namespace(
+        &mut self,
+        name: &str,
+        waypoint: Option<UseWaypoint>,
+        labels: Box<[Label]>,
+    ) {
+        self.change(name, |of| {
+            of.waypoint = waypoint;
+            of.own_labels = labels;
+        });
     }
 
-    /// Stores whether the labels of a Service or ServiceEntry name a waypoint. `None` removes the object.
-    pub fn label(&mut self, kind: &str, name: &ServiceName, waypoint: Option<bool>) {
+    /// Stores the waypoint that the labels of a Service or ServiceEntry name. `None` removes the object.
+    pub fn label(&mut self, kind: &str, name: &ServiceName, waypoint: Option<UseWaypoint>) {
         let key = format!("{kind} {}", name.name());
         self.change(name.namespace(), |of| match waypoint {
             Some(waypoint) => _ = of.labels.insert(key.into(), waypoint),

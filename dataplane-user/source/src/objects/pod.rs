@@ -1,4 +1,4 @@
-//! Pods and namespaces: the pods that are captured, and their rules.
+//! Pods: those that are captured, and their rules.
 //!
 //! Labels and annotations are those of Istio and of Open Service Mesh.
 
@@ -6,20 +6,18 @@ use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
 
 use ipnet::IpNet;
 use model::{
-    CapturedBy, Egress, Exempt, Layers, Mode, Node, Place, Preference, Protocol, Rules, Telemetry,
-    Uid, VIRTUAL_INTERFACES, WithoutProxy, Workload, WorkloadName, is_reserved,
-    is_virtual_interface,
+    CapturedBy, Egress, Exempt, Layers, Mode, Node, Place, Protocol, Rules, Telemetry, Uid,
+    VIRTUAL_INTERFACES, WithoutProxy, Workload, WorkloadName, is_reserved, is_virtual_interface,
 };
 use smallvec::SmallVec;
 
 use super::{
     Findings, check_name,
-    istio::LABEL_WAYPOINT,
+    istio::waypoint,
     label,
     node::LABEL_NETWORK,
     object_name,
     resolution::resolution,
-    selection::preference,
     wire::{self as api, Metadata},
 };
 
@@ -44,27 +42,6 @@ const BYPASS_INBOUND: &str = "ambient.istio.io/bypass-inbound-capture";
 /// Istio's annotation of DNS capture.
 const DNS_CAPTURE: &str = "ambient.istio.io/dns-capture";
 const OSM: &str = "openservicemesh.io/";
-
-/// The rules of a namespace.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct NamespaceRules {
-    /// Its name.
-    pub name: Arc<str>,
-    /// The rules for its pods.
-    pub rules: Rules,
-    /// The traffic distribution of its services and entries, unless they have their own.
-    pub preference: Option<Preference>,
-}
-
-/// Converts a Namespace.
-pub fn namespace(metadata: &Metadata, findings: &mut Findings) -> NamespaceRules {
-    check_name(metadata, findings);
-    NamespaceRules {
-        name: metadata.name.as_deref().unwrap_or_default().into(),
-        rules: rules(metadata, false, findings),
-        preference: preference(metadata, findings),
-    }
-}
 
 /// Converts a Pod into a workload. `None` if it has ended, or if it has no address of its own and does not ask to be
 /// captured.
@@ -117,6 +94,7 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
         account: spec.account().into(),
         speaks_hbone: tunnels
             || label(&object.metadata.annotations, REDIRECTION) == Some("enabled"),
+        waypoint: waypoint(labels, name.namespace()),
         telemetry: Telemetry::new(workload_name(&object.metadata), Some(labels)),
         labels: match place {
             Place::Elsewhere => Box::default(),
@@ -242,7 +220,7 @@ fn of_cron_job(job: &str) -> Option<&str> {
 
 /// Reads the rules in labels and annotations. An invalid value is reported. It counts as the strictest value, or has no
 /// effect, and does not affect other settings or objects. `tunnels`: as [`Asked::tunnels`].
-fn rules(metadata: &Metadata, tunnels: bool, findings: &mut Findings) -> Rules {
+pub(super) fn rules(metadata: &Metadata, tunnels: bool, findings: &mut Findings) -> Rules {
     let mut rules = Rules::default();
     if let Some(mode) = label(&metadata.labels, LABEL_MODE) {
         match mode {
@@ -254,9 +232,6 @@ fn rules(metadata: &Metadata, tunnels: bool, findings: &mut Findings) -> Rules {
             ),
         }
     }
-    rules.waypoint = label(&metadata.labels, LABEL_WAYPOINT)
-        .filter(|waypoint| !waypoint.is_empty())
-        .map(Box::from);
     let mut asked = Asked {
         annotations: &metadata.annotations,
         tunnels,

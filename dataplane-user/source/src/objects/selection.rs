@@ -1,12 +1,15 @@
 //! Istio's settings of a Kubernetes Service: the WorkloadEntries that it selects, and the preference of its clients.
 
-use model::{At, Endpoint, NamedProtocol, Preference, PublishedPort, ServiceName, ServiceType};
+use model::{
+    At, Endpoint, NamedProtocol, Preference, PublishedPort, ServiceName, ServiceType, UseWaypoint,
+};
 use smallvec::SmallVec;
 
 use super::{
     Candidate, Findings, LABEL_HEADLESS, LABEL_PROXY, Slice,
     by_label::LabelIn,
     istio::waypoint,
+    object_name,
     service::is_headless,
     wire::{self as api, Metadata, TargetPort},
 };
@@ -21,8 +24,8 @@ pub struct ByIstio {
     pub selection: Option<Box<Selection>>,
     /// The traffic distribution. `None`: that of the namespace counts.
     pub distribution: Option<Distribution>,
-    /// Whether its labels name a waypoint. `None`: those of the namespace count.
-    pub waypoint: Option<bool>,
+    /// The waypoint that its labels name. `None`: those of the namespace count.
+    pub waypoint: Option<UseWaypoint>,
 }
 
 /// The traffic distribution of a Service.
@@ -78,7 +81,10 @@ pub fn by_istio(object: &api::Service, findings: &mut Findings) -> ByIstio {
     ByIstio {
         selection: selection(object, spec).map(Box::new),
         distribution,
-        waypoint: waypoint(&object.metadata.labels),
+        waypoint: waypoint(
+            &object.metadata.labels,
+            object_name(&object.metadata).namespace(),
+        ),
     }
 }
 

@@ -9,7 +9,7 @@ use std::{
 use ipnet::IpNet;
 use model::{
     At, Backend, Entry, EntryName, EntryPort, EntryResolution, ExportTo, Host, Location, Node,
-    Protocol,
+    Protocol, UseWaypoint,
 };
 use smallvec::SmallVec;
 
@@ -35,8 +35,8 @@ pub struct ServiceEntry {
     pub ranges: Vec<IpNet>,
     /// `spec.workloadSelector`: pods and WorkloadEntries of its namespace with these labels are its endpoints.
     pub selector: Option<BTreeMap<String, String>>,
-    /// Whether its labels name a waypoint. `None`: those of the namespace count.
-    pub waypoint: Option<bool>,
+    /// The waypoint that its labels name. `None`: those of the namespace count.
+    pub waypoint: Option<UseWaypoint>,
 }
 
 /// Converts a ServiceEntry. The result is valid only if `findings` has no faults.
@@ -103,6 +103,7 @@ pub fn service_entry(
         assign(&mut hosts, &status.unwrap_or_default(), findings);
     }
     let created = object.metadata.creation_timestamp.as_ref();
+    let waypoint = waypoint(&object.metadata.labels, name.namespace());
     ServiceEntry {
         entry: Entry {
             created: created.map(|time| time.0.as_second()),
@@ -120,7 +121,7 @@ pub fn service_entry(
         },
         ranges,
         selector,
-        waypoint: waypoint(&object.metadata.labels),
+        waypoint,
     }
 }
 

@@ -15,6 +15,7 @@ use crate::site::{NODE, Site, endpoints, server, web};
 const WANTED: WantedKinds = WantedKinds {
     scope: Scope::HostPorts,
     routes: false,
+    waypoints: false,
     names: false,
     ..WantedKinds::ALL
 };

@@ -14,6 +14,7 @@ const NAMES: WantedKinds = WantedKinds {
     scope: Scope::Services,
     entries: false,
     routes: false,
+    waypoints: false,
     ..WantedKinds::ALL
 };
 

@@ -7,6 +7,7 @@ use dataplane_source::{
     kubernetes::{Kind, Patience, Scope, WantedKinds, WantedPolicies},
 };
 use dataplane_tests::api::Resource;
+use model::UseWaypoint;
 use serde_json::{Value, json};
 
 use crate::site::{Site, patience, server, web};
@@ -25,12 +26,16 @@ fn object(kind: &str, labels: Value, spec: Value) -> Value {
     object
 }
 
-/// Returns the objects of a namespace: itself if its label names a waypoint, those with labels, and policies.
+/// Returns the objects of a namespace: the waypoint that its label names, the objects with labels, and policies.
 fn told(view: &View, namespace: &str) -> String {
     let of = view.istio.namespaces.get(namespace);
     of.map_or(String::new(), |of| {
-        let own = of.waypoint.then(|| "gate".to_owned());
-        let labels = of.labels.iter().map(|(name, is)| format!("{name}={is}"));
+        let name = |of: &UseWaypoint| of.gateway().map_or("none".into(), ToString::to_string);
+        let own = of.waypoint.as_ref().map(name);
+        let labels = of
+            .labels
+            .iter()
+            .map(|(object, of)| format!("{object}={}", name(of)));
         let policies = of.policies.keys().map(ToString::to_string);
         let all = own.into_iter().chain(labels).chain(policies);
         all.collect::<Vec<_>>().join("; ")
@@ -58,9 +63,9 @@ fn labels_and_policies_come_change_and_go() {
             "Service",
             "default",
             service,
-            ["Service limit=true", "Service limit=false", ""],
+            ["Service limit=default/gate", "Service limit=none", ""],
         ),
-        ("Namespace", "limit", json!({}), ["gate", "", ""]),
+        ("Namespace", "limit", json!({}), ["limit/gate", "none", ""]),
     ] {
         for (labels, shown) in [
             json!({ "istio.io/use-waypoint": "gate" }),

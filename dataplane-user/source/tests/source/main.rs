@@ -19,3 +19,4 @@ mod routes;
 mod service_entries;
 mod topology;
 mod unused_fields;
+mod waypoints;

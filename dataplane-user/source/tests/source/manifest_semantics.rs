@@ -1,7 +1,9 @@
 //! The meaning of fields: Kubernetes' defaults, and kube-proxy's interpretation.
 
 use dataplane_source::manifests::{self, Errors, Loaded};
-use model::{Endpoint, Gravity, Node, Service, ServiceName, TrafficPolicy, WorkloadName};
+use model::{
+    Endpoint, Gravity, Node, Service, ServiceName, TrafficPolicy, UseWaypoint, WorkloadName,
+};
 
 fn load(text: &str) -> Loaded {
     try_load(text).unwrap_or_else(|errors| panic!("{errors}\n{text}"))
@@ -302,7 +304,12 @@ fn istios_objects_that_limit_connections() {
         assert!(errors.to_string().contains(field), "{errors}");
     }
     let of = &view.istio.namespaces["default"];
-    assert!(of.waypoint && of.labels["Service web"] && !view.istio.unread);
+    let gate = UseWaypoint::Gateway(ServiceName::new("default", "gate"));
+    assert_eq!(
+        [of.waypoint.as_ref(), of.labels.get("Service web")],
+        [Some(&gate); 2]
+    );
+    assert!(!view.istio.unread);
     let policies = of.policies.keys().map(|name| &**name);
     let wanted = ["AuthorizationPolicy a", "AuthorizationPolicy b"];
     assert!(policies.eq(wanted), "{of:?}");

@@ -1,6 +1,6 @@
 //! Outbound connections, which the engine relays through tunnels.
 
-use std::{io, net::SocketAddr, sync::Arc};
+use std::{io, sync::Arc};
 
 use http::{HeaderValue, Uri};
 use identity::Identities;
@@ -107,7 +107,7 @@ async fn connect<I: Identities + 'static>(
             Way::Unclear => (
                 Flag::Tunnel,
                 io::Error::other(
-                    "several workloads have the endpoint's address, so the workload that accepts the tunnel is not known yet",
+                    "no workload or several are known to have the endpoint's address, so the identity to expect is not known yet",
                 ),
             ),
         };
@@ -121,7 +121,7 @@ async fn connect<I: Identities + 'static>(
 /// Returns the parameters of the stream to the session's endpoint, which is in the workload `to`.
 fn request(shared: &Arc<Shared>, session: &Session, to: &Workload) -> io::Result<Connect> {
     let domain = &shared.manner.trust_domain;
-    let (attached, endpoint) = (session.attached(), session.endpoint());
+    let attached = session.attached();
     let identity = |workload: &Workload| {
         workload.identity(domain).ok_or_else(|| {
             let name = &workload.name;
@@ -131,14 +131,15 @@ fn request(shared: &Arc<Shared>, session: &Session, to: &Workload) -> io::Result
         })
     };
     let own = attached.source(Direction::Outbound, session.client().ip());
-    let authority: Uri = endpoint.to_string().parse().map_err(io::Error::other)?;
+    let authority = session.authority().to_string();
+    let authority: Uri = authority.parse().map_err(io::Error::other)?;
     Ok(Connect {
         key: Key {
             attachment: attached.id,
             source: identity(&attached.workload)?,
             expected: [identity(to)?].into(),
             from: own,
-            to: SocketAddr::new(endpoint.ip(), shared.port),
+            to: session.accepts_tunnels_at(shared.port),
             workload: id(to).into(),
         },
         dial: dialling(shared, session),

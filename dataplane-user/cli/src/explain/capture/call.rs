@@ -2,7 +2,7 @@
 
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    capture::{self, Circumstances as _, Enrolled, HBONE, ListenerKey, RuleKey},
+    capture::{self, Circumstances as _, Enrolled, HBONE, ListenerKey, RuleKey, WAYPOINT},
     decide, first,
     tables::{Block, Endpoint, Frontend, FrontendKey},
 };
@@ -70,9 +70,7 @@ impl capture::Circumstances for Call<'_> {
         if !frontend.is_none() {
             return decide::may_speak_hbone(self.tables, frontend);
         }
-        let key = FrontendKey::address(self.to.0);
-        let known = self.mesh.held.known.get(&key);
-        known.is_some_and(|known| known & HBONE != 0)
+        self.known() & HBONE != 0
     }
 
     fn listens(&self) -> bool {
@@ -94,7 +92,14 @@ impl Call<'_> {
         })
     }
 
-    /// Says whether the destination speaks HBONE, if this decides.
+    /// Returns the value of the destination's address in `KNOWN`.
+    fn known(&self) -> u32 {
+        let key = FrontendKey::address(self.to.0);
+        let known = self.mesh.held.known.get(&key);
+        known.copied().unwrap_or_default()
+    }
+
+    /// Says whether the destination has a waypoint or speaks HBONE, if this decides.
     pub fn about_hbone(&self, reason: Reason) -> Option<String> {
         let has = |flag| self.enrolled.flags & flag != 0;
         let decides = match reason {
@@ -104,7 +109,18 @@ impl Call<'_> {
         };
         let frontend = self.frontend();
         let block = decide::Tables::pool(self.tables, frontend.pool()).map(|pool| pool.block);
-        let has_flag = block.is_some_and(|block| block.flags() & Block::HBONE != 0);
+        let flags = block.map_or(0, Block::flags);
+        let has_flag = flags & Block::HBONE != 0;
+        let has_waypoint = if frontend.is_none() {
+            self.known() & WAYPOINT != 0
+        } else {
+            flags & Block::WAYPOINT != 0
+        };
+        let is_encrypted = has(Enrolled::ENCRYPTS) && reason != Reason::Direct;
+        if has_waypoint && is_encrypted && (decides || reason == Reason::Captured) {
+            let text = "the destination has a waypoint, so only the proxy may connect: it sends the connection there, or refuses it";
+            return Some(text.to_owned());
+        }
         let text = match (frontend.is_none(), self.speaks_hbone()) {
             (true, true) => "the Pod at this address speaks HBONE, so only the proxy may connect",
             (true, false) => "no Pod at this address is known to speak HBONE",

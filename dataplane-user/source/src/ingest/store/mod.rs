@@ -295,13 +295,13 @@ impl Store {
             }
             Body::Namespace(namespace) => {
                 self.prefer(&namespace.name, namespace.preference);
-                let waypoint = namespace.rules.waypoint.as_deref();
-                let is_named = waypoint.is_some_and(|waypoint| waypoint != "none");
-                self.istio.label_namespace(&namespace.name, is_named);
+                let (waypoint, labels) = (namespace.waypoint.clone(), namespace.labels.clone());
+                (self.istio).label_namespace(&namespace.name, waypoint, labels);
                 self.pods.put_namespace(namespace);
             }
-            Body::ServiceEntry(entry) => {
-                self.istio.label(kind.word(), &name, entry.waypoint);
+            Body::ServiceEntry(mut entry) => {
+                let waypoint = entry.waypoint.take();
+                self.istio.label(kind.word(), &name, waypoint);
                 self.entries.put(*entry);
             }
             Body::WorkloadEntry(entry) => return self.entries.put_candidate(*entry) || told,
@@ -317,6 +317,7 @@ impl Store {
                 }
                 self.grants.insert(grant.name.clone(), grant);
             }
+            Body::Gateway(of) => return self.istio.put_gateway(&name, Some(of)) || told,
             Body::Policy(policy) => return self.istio.put(kind.word(), &name, policy) || told,
             Body::Others => {
                 self.forget(kind, &name);
@@ -361,7 +362,7 @@ impl Store {
             }
             Kind::Namespace => {
                 self.prefer(name.name(), None);
-                self.istio.label_namespace(name.name(), false);
+                (self.istio).label_namespace(name.name(), None, Box::default());
                 self.pods.remove_namespace(name.name());
             }
             Kind::ServiceEntry => {
@@ -373,6 +374,7 @@ impl Store {
                 self.entries.remove_candidate(&(false, name.clone()));
             }
             Kind::ReferenceGrant => _ = self.grants.remove(name),
+            Kind::Gateway => _ = self.istio.put_gateway(name, None),
             Kind::AuthorizationPolicy | Kind::PeerAuthentication => {
                 self.istio.put(kind.word(), name, None);
             }

@@ -129,6 +129,7 @@ impl Store {
         };
         Istio {
             namespaces: self.istio.namespaces(),
+            gateways: self.istio.gateways(),
             unread: is_wanted && policies.any(is_unread),
             ..Istio::default()
         }

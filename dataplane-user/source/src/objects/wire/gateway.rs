@@ -1,7 +1,8 @@
-//! Routes and grants of Gateway API.
+//! Routes, grants and Gateways of Gateway API.
 
 use std::collections::BTreeMap;
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use serde::Deserialize;
 
 use super::{Metadata, or_default};
@@ -147,4 +148,57 @@ pub struct ReferenceGrantTo {
     #[serde(deserialize_with = "or_default")]
     pub kind: String,
     pub name: Option<String>,
+}
+
+/// `gateway.networking.k8s.io` Gateway, as far as a waypoint needs it.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Gateway {
+    #[serde(deserialize_with = "or_default")]
+    pub metadata: Metadata,
+    pub spec: Option<GatewaySpec>,
+    pub status: Option<GatewayStatus>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct GatewaySpec {
+    pub listeners: Option<Vec<GatewayListener>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct GatewayListener {
+    #[serde(deserialize_with = "or_default")]
+    pub protocol: String,
+    pub port: Option<i64>,
+    pub allowed_routes: Option<AllowedRoutes>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct AllowedRoutes {
+    pub namespaces: Option<RouteNamespaces>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct RouteNamespaces {
+    pub from: Option<String>,
+    pub selector: Option<LabelSelector>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct GatewayStatus {
+    pub addresses: Option<Vec<GatewayStatusAddress>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct GatewayStatusAddress {
+    #[serde(rename = "type")]
+    pub type_: Option<String>,
+    #[serde(deserialize_with = "or_default")]
+    pub value: String,
 }

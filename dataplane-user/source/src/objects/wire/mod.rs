@@ -13,8 +13,9 @@ mod gateway;
 mod istio;
 
 pub use gateway::{
-    BackendRef, ParentRef, ReferenceGrant, ReferenceGrantFrom, ReferenceGrantSpec,
-    ReferenceGrantTo, Route, RouteMatch, RouteRule, RouteSpec,
+    AllowedRoutes, BackendRef, Gateway, GatewayListener, GatewaySpec, GatewayStatus,
+    GatewayStatusAddress, ParentRef, ReferenceGrant, ReferenceGrantFrom, ReferenceGrantSpec,
+    ReferenceGrantTo, Route, RouteMatch, RouteNamespaces, RouteRule, RouteSpec,
 };
 pub use istio::{
     IstioPolicy, IstioPolicySpec, PolicyMode, PolicySelector, PolicyTarget, Readable, ServiceEntry,

@@ -1,9 +1,11 @@
 //! The proxy and the engine in one process: a client's connection goes through a tunnel to an application.
 
+mod waypoints;
+
 use std::{
     io::{self, Read as _, Write},
     net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream},
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, mpsc},
     thread,
     time::{Duration, Instant},
 };
@@ -125,6 +127,7 @@ impl World {
         let tunnels = accepting.local_addr().unwrap();
         let vip = SocketAddr::new(VIP.into(), listener.local_addr().unwrap().port());
         let certificates = Certificates::new();
+        certificates.renew("gate", 3);
         let manner = Manner {
             trust_domain: "cluster.local".into(),
             mark: None,
@@ -312,7 +315,7 @@ fn a_stream_to_another_address_than_the_workloads_is_refused() {
     ] {
         let mut asked = to(world.tunnels, world.tunnels);
         asked.authority = authority.parse().unwrap();
-        let (report, made) = std::sync::mpsc::channel();
+        let (report, made) = mpsc::channel();
         world.engine.tunnels.outbound(move |outbound| async move {
             let _ = report.send(outbound.connect(&asked).await);
         });
@@ -446,7 +449,7 @@ fn a_stream_to_a_workload_with_its_share_of_connections_is_refused() {
     let _first = (world.connect(), world.accept());
     let mut asked = to(world.tunnels, world.application.local_addr().unwrap());
     asked.key.attachment = 0;
-    let (report, made) = std::sync::mpsc::channel();
+    let (report, made) = mpsc::channel();
     world.engine.tunnels.outbound(move |outbound| async move {
         let _ = report.send(outbound.connect(&asked).await);
     });

@@ -1,5 +1,8 @@
 //! Encrypted connections: two nodes, an agent on each, and nothing on the wire but port 15008.
 
+mod gate;
+mod waypoints;
+
 use std::{net::IpAddr, path::Path};
 
 use anyhow::{Context as _, Result, ensure};
@@ -8,6 +11,7 @@ use dataplane_tests::{Agent, Host, Lab, Process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use self::waypoints::connections_to_a_service_go_to_its_waypoint;
 use super::pod_of;
 use crate::{
     cluster::{ask, counted, eventually, lived, reaches, refused, serve},
@@ -24,6 +28,7 @@ scenarios! {
     status_names_pods_that_nothing_announces,
     auto_tunnels_only_what_speaks_hbone,
     auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
+    connections_to_a_service_go_to_its_waypoint,
 }
 
 /// Plaintext that each request of `probe http` has.

@@ -1,0 +1,133 @@
+//! Waypoints: proxies of Istio, described by Gateways, through which connections to services and workloads go.
+
+use std::{collections::BTreeSet, fmt};
+
+use super::{
+    AllowedNamespaces, Gateway, Istio, Label, Requirement, Service, ServiceName, UseWaypoint,
+    Workload,
+};
+
+/// The waypoint for connections to a service or a workload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Waypoint<'a> {
+    /// The Gateway's name.
+    pub name: &'a ServiceName,
+    /// The Gateway, or the reason for which no connection can go through it.
+    pub gateway: Result<&'a Gateway, NoGateway>,
+}
+
+/// The reason for which no connection can go through a Gateway that labels name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoGateway {
+    /// The source does not have it.
+    Missing,
+    /// Its listener does not allow the namespace of the object that names it.
+    NotAllowed,
+    /// Its `status` has no address.
+    NoAddress,
+}
+
+impl fmt::Display for NoGateway {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Missing => "the Gateway does not exist, or cannot be read",
+            Self::NotAllowed => {
+                "allowedRoutes of the Gateway's listener do not allow the namespace of the object that names it"
+            }
+            Self::NoAddress => "the Gateway has no usable address (status.addresses)",
+        })
+    }
+}
+
+impl Istio {
+    /// Returns the waypoint for connections that are addressed to a service. `None`: they go to the service's endpoints, also
+    /// if the Gateway is not for services.
+    pub fn waypoint_of_service(&self, service: &Service) -> Option<Waypoint<'_>> {
+        if !self.waypoints {
+            return None;
+        }
+        let namespace = service.name.namespace();
+        let of = self.namespaces.get(namespace)?;
+        self.waypoint(namespace, of.waypoint_label(service)?, |of| of.for_services)
+    }
+
+    /// Returns the waypoint for connections that are addressed to a workload. `None`: they go to the workload, also if the
+    /// Gateway is not for workloads.
+    pub fn waypoint_of_workload<'a>(&'a self, workload: &'a Workload) -> Option<Waypoint<'a>> {
+        if !self.waypoints {
+            return None;
+        }
+        let namespace = workload.name.namespace();
+        let of_namespace = || self.namespaces.get(namespace)?.waypoint.as_ref();
+        let used = workload.waypoint.as_ref().or_else(of_namespace)?;
+        self.waypoint(namespace, used, |of| of.for_workloads)
+    }
+
+    fn waypoint<'a>(
+        &'a self,
+        namespace: &str,
+        used: &'a UseWaypoint,
+        takes: impl FnOnce(&Gateway) -> bool,
+    ) -> Option<Waypoint<'a>> {
+        let name = used.gateway()?;
+        let gateway = match self.gateways.get(name) {
+            None => Err(NoGateway::Missing),
+            Some(of) if !takes(of) => return None,
+            Some(of) if !self.allows(of, name, namespace) => Err(NoGateway::NotAllowed),
+            Some(of) if of.addresses.is_empty() => Err(NoGateway::NoAddress),
+            Some(of) => Ok(&**of),
+        };
+        Some(Waypoint { name, gateway })
+    }
+
+    fn allows(&self, gateway: &Gateway, name: &ServiceName, namespace: &str) -> bool {
+        match &gateway.allowed {
+            AllowedNamespaces::Same => name.namespace() == namespace,
+            AllowedNamespaces::All => true,
+            AllowedNamespaces::None => false,
+            AllowedNamespaces::Selected(all) => {
+                let of = self.namespaces.get(namespace);
+                let labels = of.map_or(&[][..], |of| &of.own_labels);
+                all.iter().all(|of| is_met(of, namespace, labels))
+            }
+        }
+    }
+
+    /// Returns a line for each Gateway that labels of Services, ServiceEntries and Namespaces name and through which no
+    /// connection can go, sorted.
+    pub fn unusable_waypoints(&self) -> BTreeSet<String> {
+        let mut found = BTreeSet::new();
+        for (namespace, of) in self.namespaces.iter().filter(|_| self.waypoints) {
+            for used in of.labels.values().chain(&of.waypoint) {
+                let waypoint =
+                    self.waypoint(namespace, used, |of| of.for_services || of.for_workloads);
+                if let Some(Waypoint {
+                    name,
+                    gateway: Err(why),
+                }) = waypoint
+                {
+                    let name = name.as_str().escape_debug();
+                    found.insert(format!("{name}, which namespace {namespace} names: {why}"));
+                }
+            }
+        }
+        found
+    }
+}
+
+/// Returns whether a Namespace with these labels meets a requirement.
+fn is_met(of: &Requirement, namespace: &str, labels: &[Label]) -> bool {
+    // Each Namespace has this label.
+    let value = match &*of.key {
+        "kubernetes.io/metadata.name" => Some(namespace),
+        key => {
+            let mut labels = labels.iter();
+            labels.find_map(|(own, value)| (**own == *key).then_some(&**value))
+        }
+    };
+    let is_so = value.is_some_and(|value| {
+        let values = of.values.as_ref();
+        values.is_none_or(|values| values.iter().any(|wanted| **wanted == *value))
+    });
+    is_so != of.negated
+}

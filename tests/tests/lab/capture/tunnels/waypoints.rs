@@ -1,0 +1,102 @@
+//! Connections that go to a waypoint: the Pod `plain`, with a stand-in for Istio's proxy.
+
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+use dataplane_common::Reason;
+use serde_json::{Value, json};
+
+use super::{HBONE, TO_FAR, World, gate::Gate, tcp};
+use crate::{
+    cluster::{ask, eventually, reaches},
+    sockets::arrived,
+};
+
+/// The VIP of the service `web`.
+const VIP: &str = TO_FAR[1];
+
+/// The Namespace, whose label names the waypoint, and the Gateway with these addresses.
+fn objects(waypoint: &str, addresses: &[&str]) -> [Value; 2] {
+    let namespace = json!({
+        "apiVersion": "v1", "kind": "Namespace",
+        "metadata": { "name": "default", "labels": { "istio.io/use-waypoint": waypoint } },
+    });
+    let addresses = addresses.iter();
+    let addresses: Vec<Value> = addresses
+        .map(|value| json!({ "type": "IPAddress", "value": value }))
+        .collect();
+    let gateway = json!({
+        "apiVersion": "gateway.networking.k8s.io/v1", "kind": "Gateway",
+        "metadata": { "name": "gate", "namespace": "default" },
+        "spec": {
+            "gatewayClassName": "istio-waypoint",
+            "listeners": [{ "name": "mesh", "port": HBONE, "protocol": "HBONE" }],
+        },
+        "status": { "addresses": addresses },
+    });
+    [namespace, gateway]
+}
+
+/// The waypoint sees the VIP and the client's identity. Without an address, nothing goes past it.
+pub fn connections_to_a_service_go_to_its_waypoint() -> Result<()> {
+    for mode in ["proxy", "auto"] {
+        let world = World::with(["ca", "ca"], json!({ "mode": mode }))?;
+        let (app, plain) = (world.app(), world.lab.pod("plain"));
+        let [ca, out] = ["ca", "issued"].map(|name| world.state.path().join(name));
+        let issue = ["ca", "issue", "default", "plain"].map(Path::new);
+        let to = [Path::new("--ca"), &ca, Path::new("--out"), &out];
+        world.agents[0].dataplane([issue, to].concat()).run()?;
+        let gate = Gate::start(plain, &out.join("default/plain"), TO_FAR[0].parse()?)?;
+        let address = plain.addresses()[0].to_string();
+        world.write(true, &objects("gate", &[&address]))?;
+        world.says(VIP, Reason::Captured, "the destination has a waypoint")?;
+        let wanted = (
+            VIP.to_owned(),
+            "spiffe://cluster.local/ns/default/sa/app".to_owned(),
+        );
+        // The proxy has the change a little later than the tables.
+        eventually(|| {
+            let taps = world.taps()?;
+            reaches(app, VIP, "http", &["far"])?;
+            let seen = gate.seen.try_iter().last();
+            ensure!(seen.as_ref() == Some(&wanted), "{mode}: {seen:?}");
+            let ends = [app, world.lab.pod("far")].map(|host| host.addresses()[0]);
+            let frames = taps.iter().flat_map(arrived);
+            let past = frames.filter_map(|frame| {
+                let (from, to, _) = tcp(&frame)?;
+                (ends.contains(&from) && ends.contains(&to)).then_some(())
+            });
+            ensure!(past.count() == 0, "{mode}: past the waypoint");
+            Ok(())
+        })?;
+        // It is no waypoint for workloads.
+        reaches(app, TO_FAR[0], "http", &["far"])?;
+        ensure!(
+            gate.seen.try_iter().next().is_none(),
+            "{mode}: by the address"
+        );
+        world.write(true, &objects("gate", &[]))?;
+        eventually(|| {
+            let report = ask(app, VIP, "http")?;
+            ensure!(report.answered == 0, "{mode}: {report:?}");
+            Ok(())
+        })?;
+        eventually(|| {
+            let status = world.agents[0].status()?;
+            let status = String::from_utf8_lossy(&status.stdout).into_owned();
+            let words: Vec<&str> = status.split_whitespace().collect();
+            let said = "cannot be used: default/gate, which namespace default names";
+            ensure!(words.join(" ").contains(said), "{status}");
+            Ok(())
+        })?;
+        // Those of before the proxy had the change.
+        gate.seen.try_iter().for_each(drop);
+        world.write(true, &objects("none", &[]))?;
+        eventually(|| reaches(app, VIP, "http", &["far"]).map(drop))?;
+        ensure!(
+            gate.seen.try_iter().next().is_none(),
+            "{mode}: without a waypoint"
+        );
+    }
+    Ok(())
+}
