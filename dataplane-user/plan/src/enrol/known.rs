@@ -3,13 +3,14 @@
 
 use std::{
     cmp::Reverse,
-    collections::{BTreeSet, HashSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     net::IpAddr,
+    sync::Arc,
 };
 
 use dataplane_common::{
     Port, Protocol,
-    capture::{self, CAPTURED, EXCLUDED, Enrolled, HBONE, LISTED, REACHABLE},
+    capture::{self, CAPTURED, EXCLUDED, Enrolled, HBONE, LISTED, REACHABLE, SHARED},
     tables::FrontendKey,
 };
 use ipnet::{IpNet, Ipv4Net};
@@ -55,20 +56,31 @@ fn add_hbone(snapshot: &Snapshot, wanted: &mut Captured, room: u64) -> bool {
     if encrypting.is_empty() {
         return true;
     }
+    let keys_of = |of: &Arc<Workload>| {
+        let addresses = of.addresses.iter();
+        let keys = addresses.map(|addr| FrontendKey::address((*addr).into()));
+        keys.collect::<Vec<_>>()
+    };
     let speaking = snapshot.workloads.values().filter(|of| of.speaks_hbone);
-    let addresses = speaking.flat_map(|of| &of.addresses);
-    let keys = addresses.map(|addr| FrontendKey::address((*addr).into()));
-    let keys: BTreeSet<_> = keys.collect();
-    let has_room = keys.len() as u64 <= room;
+    let mut values: BTreeMap<_, _> = speaking.flat_map(keys_of).map(|key| (key, 0)).collect();
+    for key in snapshot.workloads.values().flat_map(keys_of) {
+        if let Some(value) = values.get_mut(&key) {
+            *value = if *value == 0 {
+                LISTED | HBONE
+            } else {
+                LISTED | HBONE | SHARED
+            };
+        }
+    }
+    let has_room = values.len() as u64 <= room;
     if !has_room {
         for flags in encrypting {
             *flags &= !(Enrolled::ONLY_HBONE | Enrolled::FAIL_OPEN);
         }
     }
     // Those that fit stay also without room for all: they are removed only after the flags have changed.
-    let fitting = keys.into_iter().zip(0..room);
-    let entries = fitting.map(|(key, _)| (key, LISTED | HBONE));
-    wanted.known.extend(entries);
+    let fitting = values.into_iter().zip(0..room);
+    wanted.known.extend(fitting.map(|(entry, _)| entry));
     has_room
 }
 
@@ -211,8 +223,6 @@ fn state(stated: &Reachable, wanted: &mut Captured) {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use model::{
         Endpoint, Hints, Part, Place, Protocol, Records, ServicePort, ServiceType, Split,
         TrafficPolicy, WorkloadName,
@@ -225,25 +235,27 @@ mod tests {
         members,
     };
 
-    /// Each line has the flags of a workload, the room, and then its flags and the values of the addresses of two Pods, of which
-    /// the first one speaks HBONE.
+    /// Each line has the flags of a workload, the room, and then its flags and the values of three addresses: a Pod that speaks
+    /// HBONE has the first one, another Pod the second one, and two Pods have the third one, of which one speaks HBONE.
     #[test]
     fn addresses_that_speak_hbone_are_all_there_or_everything_goes_to_the_proxy() {
         let (encrypts, pass) = (Enrolled::ENCRYPTS, Enrolled::FAIL_OPEN);
         let only = encrypts | Enrolled::ONLY_HBONE | pass;
+        let speaking = [LISTED | HBONE, LISTED, LISTED | HBONE | SHARED];
         for (flags, room, wanted, values) in [
-            (only, 1, only, [LISTED | HBONE, LISTED]),
-            (only, 0, encrypts, [LISTED; 2]),
-            (encrypts, 1, encrypts, [LISTED | HBONE, LISTED]),
-            (pass, 0, pass, [LISTED; 2]),
+            (only, 2, only, speaking),
+            (only, 0, encrypts, [LISTED; 3]),
+            (encrypts, 2, encrypts, speaking),
+            (pass, 0, pass, [LISTED; 3]),
         ] {
             let pods = [pod("shop", "a", 1), pod("shop", "b", 1)];
             let mut snapshot = snapshot(pods);
-            for (number, addr) in (1..).zip(["10.0.0.1", "10.0.0.2"]) {
-                let name = WorkloadName::new("other", addr);
+            for (number, addr) in (1..).zip([1, 2, 3, 3]) {
+                let name = WorkloadName::new("other", &format!("w{number}"));
+                let addr = format!("10.0.0.{addr}");
                 let pod = Workload {
                     addresses: [addr.parse().unwrap()].into_iter().collect(),
-                    speaks_hbone: number == 1,
+                    speaks_hbone: number % 2 == 1,
                     ..Workload::new(name.clone(), Place::Elsewhere)
                 };
                 snapshot.workloads.insert(name, Arc::new(pod));
@@ -264,7 +276,7 @@ mod tests {
                 let addr: IpAddr = addr.parse().unwrap();
                 tables.known[&FrontendKey::address(addr.into())]
             };
-            assert_eq!(["10.0.0.1", "10.0.0.2"].map(value), values);
+            assert_eq!(["10.0.0.1", "10.0.0.2", "10.0.0.3"].map(value), values);
         }
     }
 

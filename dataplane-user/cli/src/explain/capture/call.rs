@@ -2,7 +2,7 @@
 
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    capture::{self, Circumstances as _, Enrolled, HBONE, ListenerKey, RuleKey},
+    capture::{self, Circumstances as _, Enrolled, HBONE, ListenerKey, RuleKey, SHARED},
     decide, first,
     tables::{Block, Endpoint, Frontend, FrontendKey},
 };
@@ -70,9 +70,7 @@ impl capture::Circumstances for Call<'_> {
         if !frontend.is_none() {
             return decide::may_speak_hbone(self.tables, frontend);
         }
-        let key = FrontendKey::address(self.to.0);
-        let known = self.mesh.held.known.get(&key);
-        known.is_some_and(|known| known & HBONE != 0)
+        self.known() & HBONE != 0
     }
 
     fn listens(&self) -> bool {
@@ -94,6 +92,17 @@ impl Call<'_> {
         })
     }
 
+    /// Returns whether the proxy refuses a connection to this address, because several Pods have it and one speaks HBONE.
+    pub fn is_unclear(&self) -> bool {
+        self.frontend().is_none() && self.known() & (HBONE | SHARED) == HBONE | SHARED
+    }
+
+    /// Returns the value of the destination's address in `KNOWN`; 0: none.
+    fn known(&self) -> u32 {
+        let key = FrontendKey::address(self.to.0);
+        self.mesh.held.known.get(&key).copied().unwrap_or(0)
+    }
+
     /// Says whether the destination speaks HBONE, if this decides.
     pub fn about_hbone(&self, reason: Reason) -> Option<String> {
         let has = |flag| self.enrolled.flags & flag != 0;
@@ -102,17 +111,14 @@ impl Call<'_> {
             Reason::ProxyDown => has(Enrolled::ENCRYPTS) && self.speaks_hbone(),
             _ => false,
         };
-        let frontend = self.frontend();
-        let block = decide::Tables::pool(self.tables, frontend.pool()).map(|pool| pool.block);
-        let has_flag = block.is_some_and(|block| block.flags() & Block::HBONE != 0);
-        let text = match (frontend.is_none(), self.speaks_hbone()) {
+        let text = match (self.frontend().is_none(), self.speaks_hbone()) {
+            (true, true) if self.is_unclear() => {
+                "several Pods have this address, and one of them speaks HBONE: the proxy refuses the connection"
+            }
             (true, true) => "the Pod at this address speaks HBONE, so only the proxy may connect",
             (true, false) => "no Pod at this address is known to speak HBONE",
-            (false, true) if has_flag => {
-                "an endpoint of the service speaks HBONE, so only the proxy may connect"
-            }
             (false, true) => {
-                "the service has source ranges, so its endpoint is drawn later and may speak HBONE: only the proxy may connect"
+                "an endpoint of the service speaks HBONE, so only the proxy may connect"
             }
             (false, false) => "no endpoint of the service speaks HBONE",
         };
