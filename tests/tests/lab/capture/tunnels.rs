@@ -1,16 +1,21 @@
 //! Encrypted connections: two nodes, an agent on each, and nothing on the wire but port 15008.
 
-use std::{net::IpAddr, path::Path};
+use std::{
+    net::IpAddr,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane_common::Reason;
-use dataplane_tests::{Agent, Host, Lab, Process};
+use dataplane_common::{Protocol, Reason};
+use dataplane_tests::{Agent, Host, Lab, Process, patience, report::LoadReport};
+use kernel::trial::Flips;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::pod_of;
 use crate::{
-    cluster::{ask, counted, eventually, lived, reaches, refused, serve},
+    cluster::{ask, counted, eventually, lived, reaches, refused, serve, verdicts},
     manifest::{Manifests, Service},
     sockets::{arrived, tap},
 };
@@ -24,6 +29,7 @@ scenarios! {
     status_names_pods_that_nothing_announces,
     auto_tunnels_only_what_speaks_hbone,
     auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
+    no_flip_of_a_slice_sends_plaintext,
 }
 
 /// Plaintext that each request of `probe http` has.
@@ -99,6 +105,7 @@ impl World {
         let pods = [app, far, object(pod("plain"), "node2", false)];
         let service = |name, ip, endpoint| {
             let service = Service::new(name, &[ip]).port("http", 80, 80);
+            let service = service.port("tcp", 7, 7);
             service.endpoints(&[pod(endpoint)])
         };
         let web = service("web", "10.96.0.10", "far");
@@ -408,5 +415,52 @@ fn auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod() -> Result<()>
     world.write(true, &[])?;
     inbound(Reason::Direct)?;
     reaches(plain, to, "http", &["far"])?;
+    Ok(())
+}
+
+/// The endpoint of a service changes between `plain` and `far` while `app` connects to it all the time. The test writes the words
+/// of the pools itself, as in `once::flip`.
+fn no_flip_of_a_slice_sends_plaintext() -> Result<()> {
+    for egress in ["allow", "deny"] {
+        let rules = json!({ "mode": "auto", "withoutProxy": "pass", "egress": egress });
+        let world = World::with(["ca", "ca"], rules)?;
+        let (app, far, agent) = (world.app(), world.lab.pod("far"), &world.agents[0]);
+        let pair = ["10.96.0.11:7", "10.96.0.10:7"];
+        world.says(pair[0], Reason::Direct, "no endpoint of the service")?;
+        world.says(pair[1], Reason::Captured, "an endpoint of the service")?;
+        reaches(app, pair[0], "connect", &["plain"])?;
+        let reasons = [Reason::Direct, Reason::Captured, Reason::PlaintextRefused];
+        let before = reasons.map(|reason| verdicts(agent, reason));
+        let tap = tap(far)?;
+        let client = app.probe("storm").args(["--by", "tcp", "--to", pair[0]]);
+        let mut client = client.stdin_piped().stdout_piped().spawn()?;
+        client.wait_for_line()?;
+        let sockets = [pair[0].parse()?, pair[1].parse()?];
+        let mut flips = Flips::open(agent.bpffs(), &[(sockets, Protocol::TCP)])?;
+        let until = Instant::now() + patience(Duration::from_secs(3));
+        // There and back, so that each service has its own endpoint in the end.
+        while Instant::now() < until {
+            flips.flip()?;
+            flips.flip()?;
+        }
+        client.close_stdin();
+        let report: LoadReport = client.wait_json()?;
+        let mut counts = Vec::new();
+        for (reason, before) in reasons.into_iter().zip(before) {
+            counts.push(verdicts(agent, reason)? - before?);
+        }
+        println!("egress {egress}: {counts:?} of {reasons:?}, {report:?}");
+        // The proxy takes the service's endpoint from the manifests.
+        let endpoints = report.endpoints.keys();
+        ensure!(endpoints.eq(["plain"]), "escaped: {report:?}");
+        let from_app =
+            |frame: &Vec<u8>| tcp(frame).is_some_and(|(from, ..)| app.addresses().contains(&from));
+        let escaped = arrived(&tap).iter().filter(|frame| from_app(frame)).count();
+        ensure!(escaped == 0, "{escaped} packets escaped to far");
+        ensure!(
+            counts[0] > 0 && counts[1] > 0,
+            "no flip was seen: {counts:?}"
+        );
+    }
     Ok(())
 }
