@@ -351,6 +351,19 @@ fn auto_tunnels_only_what_speaks_hbone() -> Result<()> {
         Ok(())
     };
     tunnelled(&world)?;
+    let mut twin = object(world.lab.pod("far"), "node2", false);
+    twin["metadata"]["name"] = "twin".into();
+    world.write(true, &[twin])?;
+    world.says(
+        TO_FAR[0],
+        Reason::Captured,
+        "several Pods have this address",
+    )?;
+    eventually(|| {
+        let report = ask(world.app(), TO_FAR[0], "http")?;
+        ensure!(report.answered == 0, "{report:?}");
+        Ok(())
+    })?;
     world.write(false, &[])?;
     for to in TO_FAR {
         world.says(to, Reason::Direct, "HBONE")?;
