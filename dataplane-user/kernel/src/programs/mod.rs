@@ -247,9 +247,10 @@ fn attachment(pins: &Pins, spec: &Spec, cgroup: &File, cgroup_id: u64) -> Attach
         match sys::cgroup_programs(cgroup.as_fd(), spec.hook) {
             Ok(ids) if ids.contains(&link.program) => {
                 let captures = CAPTURE_PROGRAMS.iter().any(|of| of.name == spec.name);
-                match captures && CONNECT.contains(&spec.hook) {
-                    true => parted(pins, cgroup, spec),
-                    false => None,
+                if captures && CONNECT.contains(&spec.hook) {
+                    parted(pins, cgroup, spec)
+                } else {
+                    None
                 }
             }
             Ok(_) => Some("the link is there, but the cgroup does not run the program".into()),
