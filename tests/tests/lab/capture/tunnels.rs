@@ -8,7 +8,10 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::{Protocol, Reason};
-use dataplane_tests::{Agent, Host, Lab, Process, patience, report::LoadReport};
+use dataplane_tests::{
+    Agent, Host, Lab, Process, patience,
+    report::{LoadReport, Report},
+};
 use kernel::trial::Flips;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -410,6 +413,8 @@ fn auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod() -> Result<()>
     let (_, captured) = counted(agent, Reason::CapturedInbound, work)?;
     ensure!(captured == 0, "plaintext went to the proxy");
     reaches(world.app(), to, "http", &["far"])?;
+    let by_tunnel = world.app().hold("10.244.2.5:7")?;
+    let mut forbidden = plain.hold("10.244.2.5:7")?;
     let strict = json!({
         "apiVersion": "security.istio.io/v1",
         "kind": "PeerAuthentication",
@@ -424,6 +429,17 @@ fn auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod() -> Result<()>
         captured > 0 && report.answered == 0,
         "plaintext in spite of STRICT: {report:?}, {captured}"
     );
+    // The connection that went directly ends with the policy, and others do not.
+    eventually(|| {
+        let log = agent.log();
+        let ended = "direct connections that its policies forbid";
+        ensure!(log.contains(ended), "{log}");
+        Ok(())
+    })?;
+    forbidden.close_stdin();
+    let report: Report = forbidden.wait_json()?;
+    ensure!(report.errors.contains_key("ECONNRESET"), "{report:?}");
+    lived(by_tunnel)?;
     reaches(world.app(), to, "http", &["far"])?;
     world.write(true, &[])?;
     inbound(Reason::Direct)?;
