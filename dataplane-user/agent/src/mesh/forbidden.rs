@@ -55,7 +55,7 @@ impl Mesh {
                     }
                     Err(error) => {
                         failed.push(format!(
-                            "mesh: {name}: connections that its policies forbid now go on: {error}"
+                            "{name}: connections that its policies forbid now go on: {error}"
                         ));
                         continue;
                     }
