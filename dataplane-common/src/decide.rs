@@ -68,17 +68,11 @@ pub fn is_refused<T: Tables>(tables: &T, frontend: Frontend) -> bool {
     !frontend.is_none() && pool.is_some_and(|pool| pool.block.flags() & Block::REFUSED != 0)
 }
 
-/// Whether a connection to a frontend may reach an endpoint that speaks HBONE. If packets decide (a load balancer's address
-/// with source ranges), the service may have such an endpoint when the first packet comes.
+/// Whether a connection to a frontend may reach an endpoint that speaks HBONE.
 #[inline(always)]
 pub fn may_speak_hbone<T: Tables>(tables: &T, frontend: Frontend) -> bool {
-    match tables.pool(frontend.pool()) {
-        Some(pool) => {
-            pool.block.flags() & Block::HBONE != 0
-                || frontend.kind() == Kind::LOAD_BALANCER && pool.ranged != 0
-        }
-        None => true,
-    }
+    let pool = tables.pool(frontend.pool());
+    pool.is_none_or(|pool| pool.block.flags() & Block::HBONE != 0)
 }
 
 /// Returns the frontend of a destination, or [`Frontend::NONE`].
@@ -384,25 +378,19 @@ mod tests {
     #[test]
     fn pools_say_whether_an_endpoint_may_speak_hbone() {
         let mut tables = Fake::default();
-        for (pool, flags, ranged) in [(1, Block::REACHABLE, 0), (2, Block::HBONE, 0), (3, 0, 1)] {
+        for (pool, flags) in [(1, Block::REACHABLE), (2, Block::HBONE)] {
             let block = Block::new(0, 1, flags);
+            // Source ranges make no difference.
             let pool_of = Pool {
                 block,
-                ranged,
+                ranged: 1,
                 ..Pool::default()
             };
             tables.pools.insert(pool, pool_of);
         }
-        for (pool, kind, wanted) in [
-            (1, Kind::CLUSTER_IP, false),
-            (1, Kind::LOAD_BALANCER, false),
-            (2, Kind::CLUSTER_IP, true),
-            (3, Kind::CLUSTER_IP, false),
-            (3, Kind::LOAD_BALANCER, true),
-            (4, Kind::CLUSTER_IP, true),
-        ] {
-            let found = may_speak_hbone(&tables, Frontend::new(pool, kind));
-            assert_eq!(found, wanted, "{pool} {kind:?}");
+        for (pool, wanted) in [(1, false), (2, true), (3, true)] {
+            let found = may_speak_hbone(&tables, Frontend::new(pool, Kind::LOAD_BALANCER));
+            assert_eq!(found, wanted, "{pool}");
         }
     }
 

@@ -171,11 +171,12 @@ pub fn decide_outbound<T: Circumstances>(
     (without_proxy(enrolled.flags), denies)
 }
 
-/// Whether a verdict of [`decide_outbound`] holds only if the endpoint that is drawn later does not speak HBONE: the service may
-/// have changed since. `flags`: as [`Enrolled::flags`].
+/// Whether a verdict of [`decide_outbound`] holds only if the endpoint that is drawn later does not speak HBONE, or is the
+/// workload itself: the service may have changed since. `flags`: as [`Enrolled::flags`].
 #[inline(always)]
 pub const fn must_be_plain(flags: u32, reason: Reason) -> bool {
-    flags & Enrolled::ENCRYPTS != 0 && matches!(reason, Reason::Direct | Reason::ProxyBypassed)
+    use Reason::{Direct, ExcludedLoopback, ProxyBypassed};
+    flags & Enrolled::ENCRYPTS != 0 && matches!(reason, Direct | ProxyBypassed | ExcludedLoopback)
 }
 
 /// Returns the verdict on a datagram of a workload, or on a UDP socket that it connects, [`Reason::EgressDenied`] or

@@ -9,7 +9,7 @@
 //! RANGES     lpm     RangeKey    -> u32            a policy's destination ranges; of policy 0, those that are reachable
 //!                                                 under every egress policy; a workload's resolvers
 //! KNOWN      hash    FrontendKey -> u32            ports of Pods, and resolvers, for egress; and workloads'
-//!                                                 addresses, for labels and tunnels: [`LISTED`] and [`HBONE`]
+//!                                                 addresses, for labels and tunnels: [`LISTED`], [`HBONE`], [`SHARED`]
 //! ASKERS     sk      socket      -> Askers         senders that a UDP socket may answer, though egress is denied
 //! ORIGINS    hash    Tuple       -> Origin         connections on their way to a proxy
 //! ORIGIN_COUNTS array counter    -> u64            how many of them each workload has: `origins.rs`
@@ -413,6 +413,9 @@ pub const LISTED: u32 = 1;
 pub const HBONE: u32 = 1 << 1;
 /// Beside [`HBONE`]: the workload has a waypoint. No program reads it, only `explain`.
 pub const WAYPOINT: u32 = 1 << 2;
+/// In the value of an address in `KNOWN` with [`HBONE`]: several workloads have the address, so the proxy refuses connections to
+/// it. Only `explain` reads this.
+pub const SHARED: u32 = 1 << 3;
 
 /// The address of loopback at which a captured connection to this destination is handed to the proxy. If all
 /// connections had one address, two sockets of one local port could not connect to two destinations, and all of a

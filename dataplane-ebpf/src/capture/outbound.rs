@@ -117,7 +117,10 @@ pub fn refusal(request: &Request, verdict: &Verdict) -> Option<Reason> {
     if left == 0 || left > EGRESS | PLAIN {
         return None;
     }
-    if left & PLAIN != 0 && verdict.flags & Block::HBONE != 0 {
+    if left & PLAIN != 0
+        && verdict.flags & Block::HBONE != 0
+        && capture_is_own(request, &raw const verdict.endpoint) == 0
+    {
         return Some(Reason::PlaintextRefused);
     }
     if left & EGRESS != 0 && !admits(request, verdict) {
@@ -399,6 +402,18 @@ fn loopback(v4: bool) -> Addr {
         Addr::from_v4([127, 0, 0, 1])
     } else {
         Addr::from_words([0, 0, 0, 1u32.to_be()])
+    }
+}
+
+/// Whether an endpoint is the workload itself. With external linkage, as [`capture_leads_back`].
+// SAFETY: no other function of the programs has this name.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn capture_is_own(request: *const Request, endpoint: *const Endpoint) -> u32 {
+    // SAFETY: values, or null: the verifier sees to it where it is called.
+    match unsafe { (request.as_ref(), endpoint.as_ref()) } {
+        (Some(request), Some(endpoint)) => u32::from(is_own(request, endpoint.addr)),
+        _ => 0,
     }
 }
 

@@ -62,7 +62,9 @@ mod xfrm;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs::File,
+    net::SocketAddr,
     ops::Deref,
+    os::fd::AsFd as _,
     path::{Path, PathBuf},
     sync::Arc,
     time::Instant,
@@ -379,6 +381,21 @@ impl Kernel {
             removed.extend(cleanup::remove_layout(&layout, false)?);
         }
         Ok(removed)
+    }
+
+    /// Ends the connections that arrived at a workload directly, without its proxy, if `is_forbidden` says so of the client and of the
+    /// workload's own address and port. `workload`: its number in the tables. Returns how many connections ended.
+    ///
+    /// # Errors
+    /// If the tables or the network namespace's sockets cannot be read, or if the kernel cannot destroy sockets.
+    pub fn end_arrived(
+        &self,
+        namespace: &Namespace,
+        workload: u32,
+        is_forbidden: impl Fn(SocketAddr, SocketAddr) -> bool + Send,
+    ) -> Result<usize, Error> {
+        let namespace = namespace.file.as_fd();
+        sockets::destroy_arrived(&self.pins, namespace, workload, is_forbidden)
     }
 
     /// Detaches the programs and removes all our pins. The node is then as before the agent.

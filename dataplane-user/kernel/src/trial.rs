@@ -13,9 +13,14 @@ use std::{
 };
 
 use aya_obj::generated::{
-    bpf_attach_type::{BPF_CGROUP_INET_INGRESS, BPF_SK_LOOKUP, BPF_TCX_EGRESS, BPF_TCX_INGRESS},
+    bpf_attach_type::{
+        BPF_CGROUP_INET_INGRESS, BPF_CGROUP_INET4_CONNECT, BPF_SK_LOOKUP, BPF_TCX_EGRESS,
+        BPF_TCX_INGRESS,
+    },
     bpf_map_type::{BPF_MAP_TYPE_ARRAY, BPF_MAP_TYPE_SOCKMAP},
-    bpf_prog_type::{BPF_PROG_TYPE_SCHED_CLS, BPF_PROG_TYPE_SK_LOOKUP},
+    bpf_prog_type::{
+        BPF_PROG_TYPE_CGROUP_SOCK_ADDR, BPF_PROG_TYPE_SCHED_CLS, BPF_PROG_TYPE_SK_LOOKUP,
+    },
 };
 use netlink_packet_route::{
     RouteNetlinkMessage,
@@ -107,6 +112,17 @@ pub fn steer(netns: BorrowedFd<'_>, listener: BorrowedFd<'_>) -> io::Result<Owne
     ]);
     let program = sys::prog_load(BPF_PROG_TYPE_SK_LOOKUP, BPF_SK_LOOKUP, &program)?;
     sys::link_create_cgroup(program.as_fd(), netns, BPF_SK_LOOKUP)
+}
+
+/// Attaches a program of another owner to `connect()` by IPv4 of a cgroup, which admits every call. Lasts until the link is
+/// dropped.
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn admit_connects(cgroup: &Path) -> io::Result<OwnedFd> {
+    let (kind, hook) = (BPF_PROG_TYPE_CGROUP_SOCK_ADDR, BPF_CGROUP_INET4_CONNECT);
+    let program = sys::prog_load(kind, hook, &[set(0, 1), EXIT])?;
+    sys::link_create_cgroup(program.as_fd(), File::open(cgroup)?.as_fd(), hook)
 }
 
 /// A program of another owner on an interface: counts packets, and passes them to the next program.

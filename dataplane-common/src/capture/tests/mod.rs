@@ -42,7 +42,7 @@ fn flags_are_bits_of_their_own() {
         E::ONLY_HBONE,
     ];
     assert!(bits(&enrolled).into_iter().eq(0..21));
-    assert_eq!(bits(&[LISTED, HBONE, WAYPOINT]), [0, 1, 2]);
+    assert_eq!(bits(&[LISTED, HBONE, WAYPOINT, SHARED]), [0, 1, 2, 3]);
     assert_eq!(bits(&[E::CAPTURED, FROM_CLIENT]), [31, 31]);
     assert_eq!(
         bits(&[CaptureConfig::FOREIGN, CaptureConfig::ARRIVALS]),

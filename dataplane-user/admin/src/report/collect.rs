@@ -185,9 +185,8 @@ fn workloads(
     for workload in mesh.iter().filter(silent) {
         let name = workload.name.as_ref().unwrap_or(&workload.place);
         findings.push(Finding::warning(format!(
-            "mesh: the proxy of {name} does not listen ({}): until it does, withoutProxy decides \
-             about the workload's connections ({})",
-            workload.proxy, workload.without_proxy
+            "mesh: the proxy of {name} does not listen ({}): until it does, {} (withoutProxy: {})",
+            workload.proxy, workload.consequence, workload.without_proxy
         )));
     }
     mesh

@@ -28,8 +28,12 @@ pub struct Workload {
     pub mode: String,
     /// Unknown destinations: `allow` or `deny`.
     pub egress: String,
-    /// The treatment of connections while the proxy does not listen: `refuse` or `pass`.
+    /// The treatment of connections that need the proxy while it does not listen: `refuse` or `pass`; `pass-plain` if connections
+    /// to destinations that speak HBONE are refused.
     pub without_proxy: String,
+    /// What happens to connections while the proxy does not listen, for people.
+    #[serde(skip)]
+    pub consequence: String,
     /// Whether the proxy listens, now: `ready`, `down`, `no-outbound` or `no-inbound` (it listens for
     /// the other direction only); `-` if it needs none.
     pub proxy: String,
@@ -64,7 +68,13 @@ pub fn workloads(
             }
             .to_owned(),
             egress: flag(Enrolled::EGRESS_DENY, "deny", "allow"),
-            without_proxy: flag(Enrolled::FAIL_OPEN, "pass", "refuse"),
+            without_proxy: match entry.flags & (Enrolled::FAIL_OPEN | Enrolled::ENCRYPTS) {
+                Enrolled::FAIL_OPEN => "pass",
+                flags if flags & Enrolled::FAIL_OPEN != 0 => "pass-plain",
+                _ => "refuse",
+            }
+            .to_owned(),
+            consequence: consequence(entry.flags).to_owned(),
             proxy: match (entry.flags & Enrolled::PROXY != 0, listens) {
                 (false, _) => "-",
                 (true, [true, true]) => "ready",
@@ -113,6 +123,19 @@ pub fn workloads(
     let mut all: Vec<Workload> = all.collect();
     all.sort_by(|a, b| (&a.name, &a.place).cmp(&(&b.name, &b.place)));
     Ok(all)
+}
+
+/// Returns what happens to the connections of a workload with these flags while its proxy does not listen.
+const fn consequence(flags: u32) -> &'static str {
+    if flags & Enrolled::ONLY_HBONE != 0 {
+        "connections to destinations that speak HBONE are refused, withoutProxy decides about the inbound connections that \
+         policies have to judge, and all others go on"
+    } else if flags & Enrolled::ENCRYPTS != 0 {
+        "withoutProxy decides about the workload's connections; connections to destinations that speak HBONE are refused in any \
+         case"
+    } else {
+        "withoutProxy decides about the workload's connections"
+    }
 }
 
 /// Returns the namespaces, by their cookies, in which a socket listens for captured connections.

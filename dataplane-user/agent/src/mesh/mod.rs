@@ -9,6 +9,7 @@ mod cni_results;
 mod discover;
 mod dns;
 mod encryption;
+mod forbidden;
 mod found;
 mod guard;
 mod guest_queries;
@@ -55,6 +56,7 @@ use self::{
     cni_requests::CniRequests,
     dns::Dns,
     encryption::Encryption,
+    forbidden::Judged,
     found::Found,
     guard::Closed,
     packets::Packets,
@@ -182,6 +184,8 @@ pub struct Mesh {
     shortage: Option<String>,
     /// The namespaces whose objects of Istio's the log has named, and when each last had some.
     limited: HashMap<Arc<str>, Instant>,
+    /// The policies by which direct connections were judged.
+    judged: Judged,
     /// Workloads that should be here and are not, and since when.
     absent: HashMap<WorkloadName, Instant>,
     /// The network namespaces of workloads, the last one last, as long as both exist.
@@ -273,6 +277,7 @@ impl Mesh {
             trouble: None,
             shortage: None,
             limited: HashMap::new(),
+            judged: Judged::new(),
             absent: HashMap::new(),
             homes: HashMap::new(),
             guarded: held.namespaces.values().any(Enrolled::is_let_go),

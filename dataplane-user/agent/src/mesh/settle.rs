@@ -115,6 +115,10 @@ impl Mesh {
         self.add_packets(kernel, &view, &mut placed, &mut draft);
         self.complete_tables(kernel.capture(), &view, &mut placed, guard, &mut draft);
         self.write(kernel, &view, &placed, guard, &mut draft)?;
+        if !view.waits {
+            let failed = self.end_forbidden(kernel, snapshot, &placed.enrolled);
+            draft.left_out.extend(failed);
+        }
         self.close_sockets(&view, &placed, &draft);
         let is_unread = draft.trouble.is_some() || !placed.unknown.is_empty() || view.waits;
         draft

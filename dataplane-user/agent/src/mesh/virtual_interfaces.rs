@@ -24,9 +24,9 @@ use crate::foreign;
 pub type Routed = BTreeMap<u64, Option<(OwnedFd, Option<Machines>)>>;
 
 const NOBODY_JUDGES: &str = "connections from its virtual interfaces are refused: only the agent's own proxy can judge \
-                             them by egress: deny. Set its mode to proxy, and unset mesh.proxy.uid";
+                             them by egress: deny. Set its mode to proxy, or to auto with mesh.identity, and unset mesh.proxy.uid";
 const NO_EFFECT: &str = "connections from its virtual interfaces are not captured, because it has no proxy. With the \
-                         agent's proxy, set its mode to proxy";
+                         agent's proxy, set its mode to proxy, or to auto with mesh.identity";
 
 /// Returns the namespaces of an earlier agent, whose entries the tables hold.
 pub fn after(held: &Captured) -> Routed {

@@ -13,8 +13,8 @@ use source::network_policies::{Blocking, TUNNELS, blocking};
 /// The purpose of the port.
 pub const NEEDED_FOR: &str = "mesh: tunnels (HBONE)";
 /// The effect of a policy without it.
-pub const WITHOUT: &str = "members of a mesh of Istio's that tunnel connections cannot reach the Pods. Agents of this version \
-     do not speak HBONE and need no such rule";
+pub const WITHOUT: &str = "clients that tunnel connections cannot reach the Pods: agents with mesh.identity, and Istio's \
+     components";
 /// The largest number of Pods that a line names.
 const NAMED: usize = 5;
 
@@ -67,7 +67,7 @@ pub fn text(out: &mut dyn Write, file: &Path, policies: &[Blocking]) -> io::Resu
     }
     writeln!(
         out,
-        "Do not apply these patches unless Istio components tunnel to these Pods. A patch opens all ports of the Pod to tunnels."
+        "Do not apply these patches unless agents with mesh.identity or Istio components tunnel to these Pods. A patch opens all ports of the Pod to tunnels."
     )?;
     for policy in policies {
         let [name, detail, patch] = texts(policy);

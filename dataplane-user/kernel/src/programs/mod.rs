@@ -11,7 +11,9 @@ use std::{
 };
 
 use aya::Ebpf;
-use aya_obj::generated::bpf_attach_type::{BPF_CGROUP_INET4_CONNECT, BPF_CGROUP_INET6_CONNECT};
+use aya_obj::generated::bpf_attach_type::{
+    self, BPF_CGROUP_INET4_CONNECT, BPF_CGROUP_INET6_CONNECT,
+};
 use dataplane_common::capture::MeterSets;
 use load::descriptor;
 #[cfg(feature = "testing")]
@@ -32,12 +34,15 @@ use super::{
     tc::Direction,
 };
 
+/// The hooks of `connect()`.
+const CONNECT: [bpf_attach_type; 2] = [BPF_CGROUP_INET4_CONNECT, BPF_CGROUP_INET6_CONNECT];
+
 /// Attaches every program to a cgroup or its tracepoint. If a program's link already exists, replaces the program in
 /// place, so that one is attached at every moment. The program that follows connections to a proxy is only replaced.
 ///
-/// The kernel runs programs of a cgroup in the order in which they were attached. So if capture's programs are new, the
-/// programs for services at the same hooks are attached again after them, and only then lose their previous link: for a
-/// moment they run twice, and the second run finds nothing to translate.
+/// The kernel runs programs of a cgroup in the order in which they were attached. So if capture's program at a hook is new, or
+/// another owner's program runs [between](is_parted) it and the program for services, both are attached again, and only then
+/// lose their previous link: for a moment the program for services runs twice, and the second run finds nothing to translate.
 ///
 /// Returns whether the programs were attached to another cgroup before.
 pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<bool, Error> {
@@ -47,15 +52,19 @@ pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<
     if !capture {
         detach_capture(pins)?;
     }
-    let mut before_us = false;
+    let mut parted = Vec::new();
+    for hook in CONNECT {
+        if capture && is_parted(pins, &directory, hook)? {
+            parted.push(hook);
+        }
+    }
     let mut moved = false;
     for spec in wanted(capture) {
         let fd = descriptor(ebpf, spec)?;
-        let is_capture = CAPTURE_PROGRAMS.iter().any(|other| other.name == spec.name);
-        let after = !is_capture && before_us && is_connect(spec);
+        let again = parted.contains(&spec.hook);
         match pins.open_link(spec)? {
             None if spec.name == TCP_EVENTS.name => {}
-            Some((link, info)) if info.target == LinkTarget::Cgroup(id) && !after => {
+            Some((link, info)) if info.target == LinkTarget::Cgroup(id) && !again => {
                 sys::link_update(link.as_fd(), fd)
                     .doing(|| format!("cannot swap program {}", spec.name))?;
             }
@@ -69,7 +78,6 @@ pub fn attach(ebpf: &Ebpf, pins: &Pins, cgroup: &Path, capture: bool) -> Result<
                 if spec.is_traced() {
                     forget_meters(pins)?;
                 }
-                before_us |= is_capture && is_connect(spec);
                 create(spec, fd, &directory, &pins.link(spec.name), false)?;
             }
         }
@@ -113,11 +121,17 @@ fn forget_meters(pins: &Pins) -> Result<(), Error> {
     Ok(())
 }
 
-fn is_connect(spec: &Spec) -> bool {
-    matches!(
-        spec.hook,
-        BPF_CGROUP_INET4_CONNECT | BPF_CGROUP_INET6_CONNECT
-    )
+/// Whether capture's program and the program for services do not run one directly after the other at a hook. Capture's program
+/// leaves an error, which the program for services removes. If a program between them refuses the call, the kernel keeps the
+/// error that is there (`bpf_prog_run_array_cg`), so the program for services would remove the refusal.
+fn is_parted(pins: &Pins, cgroup: &File, hook: bpf_attach_type) -> Result<bool, Error> {
+    let mut ours = Vec::new();
+    for spec in wanted(true).filter(|spec| spec.hook == hook) {
+        ours.extend(pins.open_link(spec)?.map(|(_, info)| info.program));
+    }
+    let running = sys::cgroup_programs(cgroup.as_fd(), hook)
+        .doing(|| "cannot ask what the cgroup runs at connect()".to_owned())?;
+    Ok(ours.len() != 2 || !running.windows(2).any(|pair| pair == ours))
 }
 
 /// Detaches the programs that an earlier agent attached for a mesh.
@@ -231,12 +245,31 @@ fn attachment(pins: &Pins, spec: &Spec, cgroup: &File, cgroup_id: u64) -> Attach
         None
     } else {
         match sys::cgroup_programs(cgroup.as_fd(), spec.hook) {
-            Ok(ids) if ids.contains(&link.program) => None,
+            Ok(ids) if ids.contains(&link.program) => {
+                let captures = CAPTURE_PROGRAMS.iter().any(|of| of.name == spec.name);
+                if captures && CONNECT.contains(&spec.hook) {
+                    parted(pins, cgroup, spec)
+                } else {
+                    None
+                }
+            }
             Ok(_) => Some("the link is there, but the cgroup does not run the program".into()),
             Err(error) => Some(format!("cannot ask what the cgroup runs: {error}")),
         }
     };
     found
+}
+
+/// The fault if another program runs between capture's program and the program for services.
+fn parted(pins: &Pins, cgroup: &File, capture: &Spec) -> Option<String> {
+    match is_parted(pins, cgroup, capture.hook) {
+        Ok(false) => None,
+        Ok(true) => Some(
+            "the program for services does not run directly after it; restart the agent to attach both again"
+                .into(),
+        ),
+        Err(error) => Some(error.to_string()),
+    }
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 //! (`INET_DIAG_REQ_SK_BPF_STORAGES`). The kernel does not add the storage to its list of UDP sockets
 //! (`inet_sk_diag_fill` in net/ipv4/inet_diag.c), so those whose set is full are not found.
 
+mod arrivals;
 mod cgroups;
 mod origins;
 mod sweep;
@@ -19,6 +20,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+pub(super) use arrivals::destroy_arrived;
 pub(super) use cgroups::other_ends;
 pub use cgroups::{Elsewhere, PodCgroups, own_elsewhere, pod_cgroups};
 use dataplane_common::{
@@ -104,13 +106,22 @@ impl SocketId {
 impl Listed {
     /// Whom it is connected to.
     fn peer(&self) -> (Addr, Port) {
-        let words = self.id.destination;
+        self.end(self.id.destination, self.id.destination_port)
+    }
+
+    /// Its own address and port, and those of its peer.
+    fn ends(&self) -> [SocketAddr; 2] {
+        let own = self.end(self.id.source, self.id.source_port);
+        [own, self.peer()].map(|(addr, port)| SocketAddr::new(addr.ip(), port.host()))
+    }
+
+    fn end(&self, words: [u32; 4], port: u16) -> (Addr, Port) {
         let addr = if self.family == FAMILIES[0] {
             Addr::from_v4_word(words[0])
         } else {
             Addr::from_words(words)
         };
-        (addr, Port::from_be(self.id.destination_port))
+        (addr, Port::from_be(port))
     }
 }
 
@@ -256,24 +267,31 @@ impl Here<'_> {
             listed => listed?,
         }
         for (socket, peer) in found {
-            let request = Request {
-                family,
-                protocol: protocol.number(),
-                extensions: 0,
-                padding: 0,
-                states: u32::MAX,
-                id: socket.id,
-            };
-            // By its cookie too: the socket that took its place is a different one.
-            match self.netlink.ask(SOCK_DESTROY, request.as_bytes()) {
-                Ok(()) => self.destroyed.push((protocol, peer)),
-                // Closed, or connected elsewhere since.
-                Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESTALE)) => {
-                }
-                Err(error) => return Err(error),
+            if destroy(&mut self.netlink, protocol, &socket)? {
+                self.destroyed.push((protocol, peer));
             }
         }
         Ok(())
+    }
+}
+
+/// Destroys a socket. Returns false if the socket was closed, or connected elsewhere, since it was listed.
+fn destroy(netlink: &mut Netlink, protocol: Protocol, socket: &Listed) -> io::Result<bool> {
+    let request = Request {
+        family: socket.family,
+        protocol: protocol.number(),
+        extensions: 0,
+        padding: 0,
+        states: u32::MAX,
+        id: socket.id,
+    };
+    // By its cookie too: the socket that took its place is a different one.
+    match netlink.ask(SOCK_DESTROY, request.as_bytes()) {
+        Ok(()) => Ok(true),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESTALE)) => {
+            Ok(false)
+        }
+        Err(error) => Err(error),
     }
 }
 
@@ -358,12 +376,12 @@ fn list(protocol: Protocol, family: u8, states: u32, stored: Option<&OwnedFd>) -
 }
 
 /// Returns the record in the socket's own storage.
-fn noted(rest: &[u8]) -> Option<Peer> {
+fn noted<T: FromBytes>(rest: &[u8]) -> Option<T> {
     const SK_BPF_STORAGES: u16 = 20; // INET_DIAG_SK_BPF_STORAGES
     const STORAGE: u16 = 1; // SK_DIAG_BPF_STORAGE
     const VALUE: u16 = 3; // SK_DIAG_BPF_STORAGE_MAP_VALUE
     let value = content(content(content(rest, SK_BPF_STORAGES)?, STORAGE)?, VALUE)?;
-    Peer::read_from_prefix(value).ok().map(|(peer, _)| peer)
+    T::read_from_prefix(value).ok().map(|(record, _)| record)
 }
 
 /// The number by which the kernel and its programs know a socket (`SO_COOKIE`).

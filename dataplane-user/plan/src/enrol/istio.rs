@@ -170,7 +170,7 @@ pub fn unread(istio: &Istio, members: &[Member], foreign: bool) -> Option<String
         });
     is_any.then(|| {
         "Istio's policies cannot be read, so the proxy refuses new connections to captured Pods in the mode proxy, and in auto with \
-         mesh.identity"
+         mesh.identity: ALL plain connections and tunnels to these Pods are refused until the agent has read the policies"
             .to_owned()
     })
 }

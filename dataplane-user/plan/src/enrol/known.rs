@@ -5,11 +5,12 @@ use std::{
     cmp::Reverse,
     collections::{BTreeMap, BTreeSet, HashSet},
     net::IpAddr,
+    sync::Arc,
 };
 
 use dataplane_common::{
     Port, Protocol,
-    capture::{self, CAPTURED, EXCLUDED, Enrolled, HBONE, LISTED, REACHABLE, WAYPOINT},
+    capture::{self, CAPTURED, EXCLUDED, Enrolled, HBONE, LISTED, REACHABLE, SHARED, WAYPOINT},
     tables::FrontendKey,
 };
 use ipnet::{IpNet, Ipv4Net};
@@ -55,27 +56,38 @@ fn add_hbone(snapshot: &Snapshot, wanted: &mut Captured, room: u64) -> bool {
     if encrypting.is_empty() {
         return true;
     }
-    let mut keys: BTreeMap<FrontendKey, u32> = BTreeMap::new();
+    let keys_of = |of: &Arc<Workload>| {
+        let addresses = of.addresses.iter();
+        let keys = addresses.map(|addr| FrontendKey::address((*addr).into()));
+        keys.collect::<Vec<_>>()
+    };
+    let mut values: BTreeMap<FrontendKey, u32> = BTreeMap::new();
     for workload in snapshot.workloads.values() {
         let value = match snapshot.istio.waypoint_of_workload(workload) {
             Some(_) => LISTED | HBONE | WAYPOINT,
             None if workload.speaks_hbone => LISTED | HBONE,
             None => continue,
         };
-        for addr in &workload.addresses {
-            *keys
-                .entry(FrontendKey::address((*addr).into()))
-                .or_default() |= value;
+        for key in keys_of(workload) {
+            *values.entry(key).or_default() |= value;
         }
     }
-    let has_room = keys.len() as u64 <= room;
+    let mut seen = BTreeSet::new();
+    for key in snapshot.workloads.values().flat_map(keys_of) {
+        if let Some(value) = values.get_mut(&key)
+            && !seen.insert(key)
+        {
+            *value |= SHARED;
+        }
+    }
+    let has_room = values.len() as u64 <= room;
     if !has_room {
         for flags in encrypting {
             *flags &= !(Enrolled::ONLY_HBONE | Enrolled::FAIL_OPEN);
         }
     }
     // Those that fit stay also without room for all: they are removed only after the flags have changed.
-    let fitting = keys.into_iter().zip(0..room);
+    let fitting = values.into_iter().zip(0..room);
     wanted.known.extend(fitting.map(|(entry, _)| entry));
     has_room
 }
@@ -219,8 +231,6 @@ fn state(stated: &Reachable, wanted: &mut Captured) {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use model::{
         Endpoint, Hints, Part, Place, Protocol, Records, ServicePort, ServiceType, Split,
         TrafficPolicy, UseWaypoint, WorkloadName,
@@ -233,31 +243,35 @@ mod tests {
         members,
     };
 
-    /// Each line has the flags of a workload, the room, and then its flags and the values of the addresses of two Pods, of which
-    /// the first one speaks HBONE, or has a waypoint.
+    /// Each line has the flags of a workload, the room, and then its flags and the values of three addresses: a Pod that speaks
+    /// HBONE, or has a waypoint, has the first one, another Pod the second one, and two Pods have the third one, of which one
+    /// speaks HBONE.
     #[test]
     fn addresses_that_speak_hbone_are_all_there_or_everything_goes_to_the_proxy() {
         let (encrypts, pass) = (Enrolled::ENCRYPTS, Enrolled::FAIL_OPEN);
         let only = encrypts | Enrolled::ONLY_HBONE | pass;
         let (speaks, gated) = (LISTED | HBONE, LISTED | HBONE | WAYPOINT);
+        let shared = speaks | SHARED;
         for (flags, room, has_waypoint, wanted, values) in [
-            (only, 1, false, only, [speaks, LISTED]),
-            (only, 0, false, encrypts, [LISTED; 2]),
-            (only, 1, true, only, [gated, LISTED]),
-            (only, 0, true, encrypts, [LISTED; 2]),
-            (encrypts, 1, false, encrypts, [speaks, LISTED]),
-            (pass, 0, false, pass, [LISTED; 2]),
+            (only, 2, false, only, [speaks, LISTED, shared]),
+            (only, 0, false, encrypts, [LISTED; 3]),
+            (only, 2, true, only, [gated, LISTED, shared]),
+            (only, 0, true, encrypts, [LISTED; 3]),
+            (encrypts, 2, false, encrypts, [speaks, LISTED, shared]),
+            (pass, 0, false, pass, [LISTED; 3]),
         ] {
             let pods = [pod("shop", "a", 1), pod("shop", "b", 1)];
             let mut snapshot = snapshot(pods);
             snapshot.istio.waypoints = true;
             let gate = || UseWaypoint::Gateway(ServiceName::new("other", "gate"));
-            for (number, addr) in (1..).zip(["10.0.0.1", "10.0.0.2"]) {
-                let name = WorkloadName::new("other", addr);
+            for (number, addr) in (1..).zip([1, 2, 3, 3]) {
+                let name = WorkloadName::new("other", &format!("w{number}"));
+                let addr = format!("10.0.0.{addr}");
+                let is_gated = number == 1 && has_waypoint;
                 let pod = Workload {
                     addresses: [addr.parse().unwrap()].into_iter().collect(),
-                    speaks_hbone: number == 1 && !has_waypoint,
-                    waypoint: (number == 1 && has_waypoint).then(gate),
+                    speaks_hbone: number % 2 == 1 && !is_gated,
+                    waypoint: is_gated.then(gate),
                     ..Workload::new(name.clone(), Place::Elsewhere)
                 };
                 snapshot.workloads.insert(name, Arc::new(pod));
@@ -278,7 +292,7 @@ mod tests {
                 let addr: IpAddr = addr.parse().unwrap();
                 tables.known[&FrontendKey::address(addr.into())]
             };
-            assert_eq!(["10.0.0.1", "10.0.0.2"].map(value), values);
+            assert_eq!(["10.0.0.1", "10.0.0.2", "10.0.0.3"].map(value), values);
         }
     }
 

@@ -13,7 +13,7 @@ use dataplane_common::{
     tables::{Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
 };
 use dataplane_tests::Lab;
-use kernel::{Error, Kernel, Limits, Paths};
+use kernel::{CaptureOptions, Error, Kernel, Limits, PacketOptions, Paths, trial};
 use plan::{Contents, Demand, Write};
 
 pub use self::{programs::SCENARIOS as PROGRAMS, tables::SCENARIOS as TABLES};
@@ -27,6 +27,7 @@ scenarios! {
     damaged_pins_are_refused_and_cleaned_up,
     half_made_pins_are_made_anew,
     another_cgroup_is_attached_to_anew,
+    nothing_stays_between_capture_and_services,
     an_older_layout_is_retired,
     a_directory_on_no_bpffs_is_refused,
 }
@@ -293,6 +294,53 @@ fn another_cgroup_is_attached_to_anew() -> Result<()> {
     place.paths.cgroup = other;
     drop(place.open()?);
     place.assert_attached()
+}
+
+/// If only the link of `connect4` is lost while another owner has a program at the hook, capture's program is attached again, too:
+/// otherwise the other program would run between the two.
+fn nothing_stays_between_capture_and_services() -> Result<()> {
+    let place = Place::new()?;
+    let options = CaptureOptions {
+        outbound: 15001,
+        inbound: 15006,
+        mark: 0x39,
+        foreign: false,
+        denies: true,
+        dns: None,
+    };
+    let open = || {
+        let packet = PacketOptions::default();
+        Kernel::open_with(
+            &place.paths,
+            Limits::default(),
+            packet,
+            Some(options),
+            |_, _| (),
+        )
+    };
+    drop(open()?);
+    place.assert_attached()?;
+    let connects = |name: &str| -> Result<Option<u32>> {
+        let mut all = kernel::attachments(&place.paths)?.into_iter();
+        Ok(all
+            .find(|a| a.program == name)
+            .context("no program")?
+            .link_id)
+    };
+    let before = [connects("capture4")?, connects("capture6")?];
+    fs::remove_file(place.link("connect4"))?;
+    let _other = trial::admit_connects(&place.paths.cgroup)?;
+    drop(open()?);
+    place.assert_attached()?;
+    let after = [connects("capture4")?, connects("capture6")?];
+    ensure!(
+        after[0] != before[0] && after[1] == before[1],
+        "{before:?} {after:?}"
+    );
+    // In order, nothing is attached again.
+    drop(open()?);
+    ensure!([connects("capture4")?, connects("capture6")?] == after);
+    Ok(())
 }
 
 /// The pins of an agent with another layout go once this one serves; others' do not.

@@ -2,7 +2,7 @@
 
 use dataplane_common::{
     Addr, Port, Protocol, Reason,
-    capture::{self, Circumstances as _, Enrolled, HBONE, ListenerKey, RuleKey, WAYPOINT},
+    capture::{self, Circumstances as _, Enrolled, HBONE, ListenerKey, RuleKey, SHARED, WAYPOINT},
     decide, first,
     tables::{Block, Endpoint, Frontend, FrontendKey},
 };
@@ -92,11 +92,15 @@ impl Call<'_> {
         })
     }
 
-    /// Returns the value of the destination's address in `KNOWN`.
+    /// Returns whether the proxy refuses a connection to this address, because several Pods have it and one speaks HBONE.
+    pub fn is_unclear(&self) -> bool {
+        self.frontend().is_none() && self.known() & (HBONE | SHARED) == HBONE | SHARED
+    }
+
+    /// Returns the value of the destination's address in `KNOWN`; 0: none.
     fn known(&self) -> u32 {
         let key = FrontendKey::address(self.to.0);
-        let known = self.mesh.held.known.get(&key);
-        known.copied().unwrap_or_default()
+        self.mesh.held.known.get(&key).copied().unwrap_or(0)
     }
 
     /// Says whether the destination has a waypoint or speaks HBONE, if this decides.
@@ -122,13 +126,13 @@ impl Call<'_> {
             return Some(text.to_owned());
         }
         let text = match (frontend.is_none(), self.speaks_hbone()) {
+            (true, true) if self.is_unclear() => {
+                "several Pods have this address, and one of them speaks HBONE: the proxy refuses the connection"
+            }
             (true, true) => "the Pod at this address speaks HBONE, so only the proxy may connect",
             (true, false) => "no Pod at this address is known to speak HBONE",
-            (false, true) if has_flag => {
-                "an endpoint of the service speaks HBONE, so only the proxy may connect"
-            }
             (false, true) => {
-                "the service has source ranges, so its endpoint is drawn later and may speak HBONE: only the proxy may connect"
+                "an endpoint of the service speaks HBONE, so only the proxy may connect"
             }
             (false, false) => "no endpoint of the service speaks HBONE",
         };

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use admin::client::Client as Agent;
 use dataplane_common::Reason;
 
-use super::{Destination, Outcome};
+use super::{Destination, Outcome, call::Call};
 use crate::policies;
 
 /// Why a plain inbound connection goes direct although the workload has a proxy.
@@ -13,6 +13,18 @@ pub(super) const WITHOUT_POLICIES: &str = "no AuthorizationPolicy or PeerAuthent
      connections, so they do not go to the proxy";
 
 impl Outcome {
+    /// Adds whether the destination speaks HBONE, if this decides. Returns whether it refuses the connection in place of
+    /// `withoutProxy`.
+    pub(super) fn add_hbone(&mut self, call: &Call<'_>, reason: Reason) -> bool {
+        let about = call.about_hbone(reason);
+        let decides = about.is_some();
+        self.steps.extend(about);
+        if decides && reason == Reason::Captured && call.is_unclear() {
+            self.allowed = Some(false);
+        }
+        decides && reason == Reason::ProxyDown
+    }
+
     /// Adds the decision of the workload's policies about a connection that goes to the proxy, in plaintext.
     pub fn judge(&mut self, agent: &Agent, client: Option<IpAddr>, to: Destination) {
         let Some(workload) = &self.workload else {

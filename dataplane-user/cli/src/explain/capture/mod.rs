@@ -49,8 +49,8 @@ pub struct Outcome {
     /// The rule that decided. `None` if no rule decided.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rule: Option<Rule>,
-    /// Whether Istio's policies allow the connection that goes to the proxy. `None`: they do not decide, or the agent or
-    /// the client's address is not known.
+    /// Whether the proxy allows the connection: by Istio's policies, or `false` if several Pods have the address and one of them
+    /// speaks HBONE. `None`: neither decides, or the agent or the client's address is not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allowed: Option<bool>,
     /// The steps, for people.
@@ -232,8 +232,9 @@ impl Mesh {
                  exempts only endpoints that it excludes, too"
             ));
         }
-        told.steps.extend(call.about_hbone(reason));
-        told.rule = self.outbound_rule(reason, &enrolled, call.to, ids);
+        if !told.add_hbone(&call, reason) {
+            told.rule = self.outbound_rule(reason, &enrolled, call.to, ids);
+        }
         self.close(&mut told, reason, call.is_by_packets());
         Some(told)
     }

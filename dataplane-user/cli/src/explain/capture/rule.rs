@@ -137,10 +137,6 @@ impl Mesh {
         let (about, says) = match reason {
             Reason::Direct if has(Enrolled::ONLY_HBONE) => ("mode", "auto"),
             Reason::Direct => ("mode", "kernel"),
-            // Whatever `withoutProxy` says, such a connection is not plaintext.
-            Reason::ProxyDown if has(Enrolled::ENCRYPTS) && has(Enrolled::FAIL_OPEN) => {
-                return None;
-            }
             Reason::ProxyDown => ("without-proxy", "refuse"),
             Reason::ProxyBypassed => ("without-proxy", "pass"),
             _ => return None,

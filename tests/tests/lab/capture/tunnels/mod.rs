@@ -3,18 +3,26 @@
 mod gate;
 mod waypoints;
 
-use std::{net::IpAddr, path::Path};
+use std::{
+    net::IpAddr,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane_common::Reason;
-use dataplane_tests::{Agent, Host, Lab, Process};
+use dataplane_common::{Protocol, Reason};
+use dataplane_tests::{
+    Agent, Host, Lab, Process, patience,
+    report::{LoadReport, Report},
+};
+use kernel::trial::Flips;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use self::waypoints::connections_to_a_service_go_to_its_waypoint;
 use super::pod_of;
 use crate::{
-    cluster::{ask, counted, eventually, lived, reaches, refused, serve},
+    cluster::{ask, counted, eventually, lived, reaches, refused, serve, verdicts},
     manifest::{Manifests, Service},
     sockets::{arrived, tap},
 };
@@ -29,6 +37,7 @@ scenarios! {
     auto_tunnels_only_what_speaks_hbone,
     auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
     connections_to_a_service_go_to_its_waypoint,
+    no_flip_of_a_slice_sends_plaintext,
 }
 
 /// Plaintext that each request of `probe http` has.
@@ -104,6 +113,7 @@ impl World {
         let pods = [app, far, object(pod("plain"), "node2", false)];
         let service = |name, ip, endpoint| {
             let service = Service::new(name, &[ip]).port("http", 80, 80);
+            let service = service.port("tcp", 7, 7);
             service.endpoints(&[pod(endpoint)])
         };
         let web = service("web", "10.96.0.10", "far");
@@ -360,6 +370,19 @@ fn auto_tunnels_only_what_speaks_hbone() -> Result<()> {
         Ok(())
     };
     tunnelled(&world)?;
+    let mut twin = object(world.lab.pod("far"), "node2", false);
+    twin["metadata"]["name"] = "twin".into();
+    world.write(true, &[twin])?;
+    world.says(
+        TO_FAR[0],
+        Reason::Captured,
+        "several Pods have this address",
+    )?;
+    eventually(|| {
+        let report = ask(world.app(), TO_FAR[0], "http")?;
+        ensure!(report.answered == 0, "{report:?}");
+        Ok(())
+    })?;
     world.write(false, &[])?;
     for to in TO_FAR {
         world.says(to, Reason::Direct, "HBONE")?;
@@ -406,6 +429,8 @@ fn auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod() -> Result<()>
     let (_, captured) = counted(agent, Reason::CapturedInbound, work)?;
     ensure!(captured == 0, "plaintext went to the proxy");
     reaches(world.app(), to, "http", &["far"])?;
+    let by_tunnel = world.app().hold("10.244.2.5:7")?;
+    let mut forbidden = plain.hold("10.244.2.5:7")?;
     let strict = json!({
         "apiVersion": "security.istio.io/v1",
         "kind": "PeerAuthentication",
@@ -420,9 +445,67 @@ fn auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod() -> Result<()>
         captured > 0 && report.answered == 0,
         "plaintext in spite of STRICT: {report:?}, {captured}"
     );
+    // The connection that went directly ends with the policy, and others do not.
+    eventually(|| {
+        let log = agent.log();
+        let ended = "direct connections that its policies forbid";
+        ensure!(log.contains(ended), "{log}");
+        Ok(())
+    })?;
+    forbidden.close_stdin();
+    let report: Report = forbidden.wait_json()?;
+    ensure!(report.errors.contains_key("ECONNRESET"), "{report:?}");
+    lived(by_tunnel)?;
     reaches(world.app(), to, "http", &["far"])?;
     world.write(true, &[])?;
     inbound(Reason::Direct)?;
     reaches(plain, to, "http", &["far"])?;
+    Ok(())
+}
+
+/// The endpoint of a service changes between `plain` and `far` while `app` connects to it all the time. The test writes the words
+/// of the pools itself, as in `once::flip`.
+fn no_flip_of_a_slice_sends_plaintext() -> Result<()> {
+    for egress in ["allow", "deny"] {
+        let rules = json!({ "mode": "auto", "withoutProxy": "pass", "egress": egress });
+        let world = World::with(["ca", "ca"], rules)?;
+        let (app, far, agent) = (world.app(), world.lab.pod("far"), &world.agents[0]);
+        let pair = ["10.96.0.11:7", "10.96.0.10:7"];
+        world.says(pair[0], Reason::Direct, "no endpoint of the service")?;
+        world.says(pair[1], Reason::Captured, "an endpoint of the service")?;
+        reaches(app, pair[0], "connect", &["plain"])?;
+        let reasons = [Reason::Direct, Reason::Captured, Reason::PlaintextRefused];
+        let before = reasons.map(|reason| verdicts(agent, reason));
+        let tap = tap(far)?;
+        let client = app.probe("storm").args(["--by", "tcp", "--to", pair[0]]);
+        let mut client = client.stdin_piped().stdout_piped().spawn()?;
+        client.wait_for_line()?;
+        let sockets = [pair[0].parse()?, pair[1].parse()?];
+        let mut flips = Flips::open(agent.bpffs(), &[(sockets, Protocol::TCP)])?;
+        let until = Instant::now() + patience(Duration::from_secs(3));
+        // There and back, so that each service has its own endpoint in the end.
+        while Instant::now() < until {
+            flips.flip()?;
+            flips.flip()?;
+        }
+        client.close_stdin();
+        let report: LoadReport = client.wait_json()?;
+        let mut counts = Vec::new();
+        for (reason, before) in reasons.into_iter().zip(before) {
+            counts.push(verdicts(agent, reason)? - before?);
+        }
+        println!("egress {egress}: {counts:?} of {reasons:?}, {report:?}");
+        // The proxy takes the service's endpoint from the manifests.
+        let endpoints = report.endpoints.keys();
+        ensure!(endpoints.eq(["plain"]), "escaped: {report:?}");
+        let from_app =
+            |frame: &Vec<u8>| tcp(frame).is_some_and(|(from, ..)| app.addresses().contains(&from));
+        let escaped = arrived(&tap).iter().filter(|frame| from_app(frame)).count();
+        ensure!(escaped == 0, "{escaped} packets escaped to far");
+        ensure!(
+            counts[0] > 0 && counts[1] > 0,
+            "no flip was seen: {counts:?}"
+        );
+    }
     Ok(())
 }
