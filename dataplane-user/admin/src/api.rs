@@ -7,6 +7,8 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::tunnels::WorkloadTunnels;
+
 /// `GET /version`: the agent's version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Version {
@@ -81,6 +83,9 @@ pub struct AgentStatus {
     pub flows: Option<Flows>,
     /// The DNS server; `None` if it has no clients.
     pub dns: Option<DnsStatus>,
+    /// The encrypted connections of the workloads that have some.
+    #[serde(default)]
+    pub tunnels: Vec<WorkloadTunnels>,
 }
 
 /// A setting or fact that the agent uses.

@@ -114,7 +114,7 @@ impl Direct {
                 workload: Party::of(workload),
                 key: CountersKey {
                     direction,
-                    is_tunnelled: false,
+                    principals: None,
                     service: service.clone(),
                     peer: peer(key.addr).map_or_else(Party::nobody, |peer| Party::of(&peer)),
                     flag,

@@ -24,6 +24,7 @@ mod rendering;
 pub mod report;
 mod server;
 mod state;
+mod tunnels;
 mod view;
 
 pub use certificates::Certificates;
@@ -31,3 +32,4 @@ pub use clock::now;
 pub use lock::lock;
 pub use server::{Error as ListenError, Listeners, serve, who_answers};
 pub use state::{Learnt, State};
+pub use tunnels::WorkloadTunnels;

@@ -3,6 +3,7 @@
 use std::{fmt::Write as _, io::Write, process::ExitCode};
 
 use admin::{
+    WorkloadTunnels,
     api::{AgentStatus, Learnt, PodCgroups, SourceKind, Sync},
     client,
     report::{self, ByPackets, Interface, OnInterface, Program, Report, Severity},
@@ -93,6 +94,9 @@ fn text(out: &mut dyn Write, report: &Report, now: u64) -> std::io::Result<()> {
         print(out, &table)?;
     }
     mesh(out, report)?;
+    let agent = report.agent.iter();
+    let with_tunnels: Vec<_> = agent.flat_map(|agent| &agent.tunnels).collect();
+    print(out, &tunnels(&with_tunnels))?;
     print(out, &tables(&report.tables))?;
 
     let counts: Vec<String> = report
@@ -283,6 +287,31 @@ fn mesh(out: &mut dyn Write, report: &Report) -> std::io::Result<()> {
         )?;
     }
     writeln!(out)
+}
+
+/// Returns the table of the workloads that have encrypted connections.
+fn tunnels(all: &[&WorkloadTunnels]) -> Table {
+    let mut table = Table::new(&[
+        "WORKLOAD",
+        "TUNNELS IN",
+        "TUNNELS OUT",
+        "CONNECTIONS",
+        "PEERS",
+    ]);
+    for of in all {
+        let mut peers = of.peers.join(", ");
+        if of.further_peers > 0 {
+            let _ = write!(peers, ", and {} others", of.further_peers);
+        }
+        table.row([
+            of.workload.as_str().into(),
+            of.inbound.to_string().into(),
+            of.outbound.to_string().into(),
+            of.connections.to_string().into(),
+            peers.into(),
+        ]);
+    }
+    table
 }
 
 fn agent(out: &mut dyn Write, status: &AgentStatus, now: u64) -> std::io::Result<()> {

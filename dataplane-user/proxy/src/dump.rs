@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use model::{Egress, Protocol};
-use relay::{AccessLog, Entry};
+use relay::{AccessLog, Entry, TunnelView};
 use serde::Serialize;
 
 use super::shared::Shared;
@@ -48,6 +48,16 @@ struct WorkloadDump {
     connections: usize,
     /// Empty once the workload was removed and its connections end.
     listeners: Vec<ListenerDump>,
+    /// The established tunnels.
+    tunnels: Vec<TunnelDump>,
+}
+
+#[derive(Debug, Serialize)]
+struct TunnelDump {
+    direction: &'static str,
+    peer: String,
+    address: SocketAddr,
+    connections: usize,
 }
 
 #[derive(Debug, Serialize)]
@@ -84,7 +94,11 @@ impl Dump {
             connections: load.connections(),
             held_bytes: load.held(),
         });
-        let entries = relay.entries();
+        let (entries, mut tunnels) = (relay.entries(), shared.tunnels());
+        let workloads = entries.iter().map(|entry| {
+            let tunnels = tunnels.remove(&entry.attached.id);
+            WorkloadDump::of(entry, &tunnels.unwrap_or_default())
+        });
         let services = index.snapshot().services.values();
         Self {
             settings: SettingsDump {
@@ -102,14 +116,14 @@ impl Dump {
             connections: relay.limits.open(),
             held_bytes: shared.held(),
             workers: workers.collect(),
-            workloads: entries.iter().map(WorkloadDump::of).collect(),
+            workloads: workloads.collect(),
             services: services.map(|service| ServiceDump::of(service)).collect(),
         }
     }
 }
 
 impl WorkloadDump {
-    fn of(entry: &Entry) -> Self {
+    fn of(entry: &Entry, tunnels: &[TunnelView]) -> Self {
         let attached = &entry.attached;
         let listeners = entry
             .listeners
@@ -127,6 +141,15 @@ impl WorkloadDump {
                 .map(|listener| ListenerDump {
                     address: listener.address,
                     direction: listener.direction.word(),
+                })
+                .collect(),
+            tunnels: tunnels
+                .iter()
+                .map(|tunnel| TunnelDump {
+                    direction: tunnel.direction.word(),
+                    peer: tunnel.peer.to_string(),
+                    address: tunnel.address,
+                    connections: tunnel.streams,
                 })
                 .collect(),
         }

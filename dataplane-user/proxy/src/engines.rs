@@ -23,10 +23,11 @@ impl Engines {
 
 impl Engine for Engines {
     fn take(&self, attached: &Arc<Attached>, listeners: &Arc<[Listener]>) {
-        self.0.take(attached, listeners);
+        // Before the workers hand connections over.
         if let Some(tunnels) = self.tunnels() {
             tunnels.take(attached, listeners);
         }
+        self.0.take(attached, listeners);
     }
 
     fn shut(&self, attached: &Attached, deadline: Instant) {

@@ -28,6 +28,7 @@ mod worker;
 mod workers;
 
 use std::{
+    collections::BTreeMap,
     fmt,
     io::{self, Write},
     sync::Arc,
@@ -39,8 +40,8 @@ pub use dump::Dump;
 use model::{Snapshot, WorkloadName};
 use prometheus_client::{encoding::DescriptorEncoder, registry::Registry};
 use relay::{
-    AccessLog, AttachError, Attachment, Connections, DnsFiles, Limits, Log, Relay, Tunnelling,
-    raise_open_files,
+    AccessLog, AttachError, Attachment, Connections, DnsFiles, Limits, Log, Relay, TunnelView,
+    Tunnelling, raise_open_files,
 };
 use threads::Deaths;
 
@@ -294,6 +295,19 @@ impl Observer {
     /// The encoder's.
     pub fn encode(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         metrics::encode_proxy(&self.0, encoder)
+    }
+
+    /// Returns the established tunnels of each workload that has some.
+    pub fn tunnels(&self) -> BTreeMap<WorkloadName, Vec<TunnelView>> {
+        let mut by_attachment = self.0.tunnels();
+        let mut all: BTreeMap<_, Vec<_>> = BTreeMap::new();
+        for attached in self.0.relay.entries().iter().map(|entry| &entry.attached) {
+            if let Some(tunnels) = by_attachment.remove(&attached.id) {
+                let name = attached.workload.name.clone();
+                all.entry(name).or_default().extend(tunnels);
+            }
+        }
+        all
     }
 
     /// The proxy's settings and state.

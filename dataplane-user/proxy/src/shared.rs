@@ -1,6 +1,7 @@
 //! The state that workers share: the relay, the settings, and each worker's load and mailbox.
 
 use std::{
+    collections::HashMap,
     fmt, io,
     net::SocketAddr,
     os::fd::OwnedFd,
@@ -13,7 +14,7 @@ use std::{
 };
 
 use model::Snapshot;
-use relay::{Attached, Direction, Listener, Permit, Relay, Tunnelling};
+use relay::{Attached, Direction, Listener, Permit, Relay, TunnelView, Tunnelling};
 use rustix::{
     event::{EventfdFlags, eventfd},
     io::Errno,
@@ -120,6 +121,15 @@ struct Mailbox {
 }
 
 impl Shared {
+    /// Returns the established tunnels by their attachments.
+    pub fn tunnels(&self) -> HashMap<u64, Vec<TunnelView>> {
+        let mut all: HashMap<_, Vec<_>> = HashMap::new();
+        for tunnel in self.tunnels.get().iter().flat_map(|of| of.tunnels()) {
+            all.entry(tunnel.attachment).or_default().push(tunnel);
+        }
+        all
+    }
+
     /// Creates the shared state of `count` workers, and the receiving end of each worker's mailbox.
     ///
     /// # Errors

@@ -20,7 +20,7 @@ use super::{
     counters::Counters,
     direction::Direction,
     index::Target,
-    labels::{CountersKey, Labels, Party},
+    labels::{CountersKey, Labels, Party, Principals},
     ledger::Ledger,
     limits::{Holders, Limits},
     outcome::Flag,
@@ -225,16 +225,17 @@ impl Attached {
         }
     }
 
-    /// Returns the counters of a kind of connection: its direction, whether it goes through a tunnel, and its outcome.
+    /// Returns the counters of a kind of connection: its direction, the identities that both sides have proven in a tunnel, and
+    /// its outcome.
     pub fn counters(
         &self,
-        (direction, is_tunnelled, flag): (Direction, bool, Flag),
+        (direction, principals, flag): (Direction, Option<&Principals>, Flag),
         target: Option<&Target>,
         peer: Option<&Arc<Workload>>,
     ) -> Arc<Counters> {
         let key = CountersKey {
             direction,
-            is_tunnelled,
+            principals: principals.cloned(),
             service: target.map(|target| target.service().clone()),
             peer: peer.map_or_else(Party::nobody, Party::of),
             flag,

@@ -1,9 +1,12 @@
 //! The interface between the relay, which decides where connections go, and the engine that carries their bytes.
 
-use std::{fmt, os::fd::OwnedFd, sync::Arc, time::Instant};
+use std::{fmt, net::SocketAddr, os::fd::OwnedFd, sync::Arc, time::Instant};
+
+use model::Identity;
 
 use super::{
     attachment::{Attached, Listener},
+    direction::Direction,
     session::Session,
 };
 
@@ -36,12 +39,30 @@ pub struct Handed {
     pub first: Vec<u8>,
 }
 
+/// An established tunnel, for `status` and dumps.
+#[derive(Clone, Debug)]
+pub struct TunnelView {
+    /// The attachment of this side's workload.
+    pub attachment: u64,
+    /// Out of this workload or into it.
+    pub direction: Direction,
+    /// The identity that the other side has proven.
+    pub peer: Identity,
+    /// The other side's address.
+    pub address: SocketAddr,
+    /// The number of connections in the tunnel.
+    pub streams: usize,
+}
+
 /// The engine of tunnels, beside the engine that accepts plain connections.
 ///
 /// It is a part of an [`Engine`]. All threads may call it.
 pub trait Tunnelling: fmt::Debug + Send + Sync {
     /// Carries a connection through a tunnel to its endpoint, until the connection ends.
     fn carry(&self, handed: Handed);
+
+    /// Returns the established tunnels.
+    fn tunnels(&self) -> Vec<TunnelView>;
 
     /// See [`Engine::take`].
     fn take(&self, attached: &Arc<Attached>, listeners: &Arc<[Listener]>);

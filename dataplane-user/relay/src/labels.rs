@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use model::{ServiceName, Workload};
+use model::{Identity, ServiceName, Workload};
 use prometheus_client::encoding::{EncodeLabel as _, EncodeLabelSet, LabelSetEncoder};
 use smallvec::SmallVec;
 
@@ -17,14 +17,23 @@ use super::{direction::Direction, outcome::Flag};
 pub struct CountersKey {
     /// Out of the workload or into it.
     pub direction: Direction,
-    /// Whether the connections go through tunnels, in which both sides have proven their identities.
-    pub is_tunnelled: bool,
+    /// The identities that both sides have proven. `None`: the connections go through no tunnel.
+    pub principals: Option<Principals>,
     /// The service that the client named by its address.
     pub service: Option<ServiceName>,
     /// The workload at the other side.
     pub peer: Party,
     /// Why the connections failed; [`Flag::None`]: they reached an endpoint.
     pub flag: Flag,
+}
+
+/// The identities that both sides of a connection have proven.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Principals {
+    /// The workload's.
+    pub own: Identity,
+    /// The other side's. `None`: the connections of a series for the rest have several.
+    pub peer: Option<Identity>,
 }
 
 /// A side of a connection, as metrics name it: Istio's labels of a workload. Two parties are equal if
@@ -112,7 +121,7 @@ impl Hash for Party {
     }
 }
 
-/// Istio's labels. A label that an L4 proxy without identities does not know is `unknown`, as in Istio.
+/// Istio's labels. A label that an L4 proxy does not know is `unknown`, as in Istio.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Labels {
     /// The workload.
@@ -130,6 +139,10 @@ impl Labels {
             key: CountersKey {
                 service: None,
                 peer: Party::nobody(),
+                principals: self.key.principals.clone().map(|of| Principals {
+                    own: of.own,
+                    peer: None,
+                }),
                 ..self.key.clone()
             },
         }
@@ -150,10 +163,17 @@ impl EncodeLabelSet for Labels {
         let reporter = if outbound { "source" } else { "destination" };
         ("reporter", reporter).encode(encoder.encode_label())?;
         let (own, peer) = (&self.workload, &self.key.peer);
+        let principals = self.key.principals.as_ref();
+        let [own_principal, peer_principal] = [
+            principals.map(|of| &of.own),
+            principals.and_then(|of| of.peer.as_ref()),
+        ]
+        .map(|of| of.map_or_else(|| "unknown".to_owned(), ToString::to_string));
+        let (own, peer) = ((own, &*own_principal), (peer, &*peer_principal));
         let (source, destination) = if outbound { (own, peer) } else { (peer, own) };
-        for (prefix, party) in [("source", source), ("destination", destination)] {
+        for (prefix, (party, principal)) in [("source", source), ("destination", destination)] {
             let labels = NAMES.into_iter().zip(party.shown());
-            for (name, value) in labels.chain([("principal", "unknown")]) {
+            for (name, value) in labels.chain([("principal", principal)]) {
                 (format!("{prefix}_{name}"), value).encode(encoder.encode_label())?;
             }
         }
@@ -175,7 +195,7 @@ impl EncodeLabelSet for Labels {
             ("response_flags", self.key.flag.word().to_owned()),
             (
                 "connection_security_policy",
-                if self.key.is_tunnelled {
+                if self.key.principals.is_some() {
                     "mutual_tls".to_owned()
                 } else {
                     unknown()

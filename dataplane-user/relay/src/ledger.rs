@@ -141,7 +141,7 @@ mod tests {
             workload,
             key: CountersKey {
                 direction: Direction::Outbound,
-                is_tunnelled: false,
+                principals: None,
                 service: None,
                 peer,
                 flag: Flag::None,

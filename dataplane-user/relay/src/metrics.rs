@@ -62,3 +62,75 @@ pub fn encode_connections(all: &Connections, encoder: &mut DescriptorEncoder<'_>
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use model::{Identity, Place, Workload, WorkloadName};
+    use prometheus_client::{collector::Collector, encoding::text, registry::Registry};
+
+    use super::*;
+    use crate::{CountersKey, Direction, Flag, Party, Principals};
+
+    #[derive(Debug)]
+    struct All(Connections);
+
+    impl Collector for All {
+        fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+            encode_connections(&self.0, &mut encoder)
+        }
+    }
+
+    fn shown(labels: Labels) -> String {
+        let one = Totals {
+            opened: 1,
+            ..Totals::default()
+        };
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(All([(labels, one)].into())));
+        let mut shown = String::new();
+        text::encode(&mut shown, &registry).unwrap();
+        shown
+    }
+
+    #[test]
+    fn principals_are_of_the_source_and_of_the_destination() {
+        let identity = |account| Identity::new("cluster.local", "shop", account).unwrap();
+        let workload = Workload::new(WorkloadName::new("shop", "web"), Place::Address);
+        let labels = |direction, principals| Labels {
+            workload: Party::of(&Arc::new(workload.clone())),
+            key: CountersKey {
+                direction,
+                principals,
+                service: None,
+                peer: Party::nobody(),
+                flag: Flag::None,
+            },
+        };
+        let [own, peer] = [identity("own"), identity("peer")];
+        let both = Some(Principals {
+            own,
+            peer: Some(peer),
+        });
+        let [own, peer] =
+            ["own", "peer"].map(|of| format!("spiffe://cluster.local/ns/shop/sa/{of}"));
+        let unknown = "unknown".to_owned();
+        let (outbound, inbound) = (Direction::Outbound, Direction::Inbound);
+        for (labels, source, destination, policy) in [
+            (labels(outbound, both.clone()), &own, &peer, "mutual_tls"),
+            (labels(inbound, both.clone()), &peer, &own, "mutual_tls"),
+            (labels(inbound, both).rest(), &unknown, &own, "mutual_tls"),
+            (labels(outbound, None), &unknown, &unknown, "unknown"),
+        ] {
+            let shown = shown(labels);
+            for wanted in [
+                format!("source_principal=\"{source}\""),
+                format!("destination_principal=\"{destination}\""),
+                format!("connection_security_policy=\"{policy}\""),
+            ] {
+                assert!(shown.contains(&wanted), "{wanted}: {shown}");
+            }
+        }
+    }
+}

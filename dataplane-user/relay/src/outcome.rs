@@ -22,6 +22,8 @@ pub enum Flag {
     ConnectFailure,
     /// No tunnel to an endpoint could be made, or the endpoint's side refused the connection.
     Tunnel,
+    /// The TCP connection for a tunnel timed out, as when a NetworkPolicy keeps clients from port 15008.
+    NetworkPolicy,
     /// One side of a tunnel refused the other in the TLS handshake.
     Tls,
     /// The endpoint's side does not speak HTTP/2.
@@ -54,6 +56,7 @@ impl Flag {
             Self::Recursive => "LOOP",
             Self::ConnectFailure => "UF",
             Self::Tunnel => "CONNECT",
+            Self::NetworkPolicy => "NETWORK_POLICY",
             Self::Tls => "TLS_FAILURE",
             Self::NotH2 => "H2_HANDSHAKE_FAILURE",
             Self::Identity => "IDENTITY_ERROR",

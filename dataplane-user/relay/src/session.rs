@@ -19,6 +19,7 @@ use super::{
     counters::Counters,
     direction::Direction,
     index::{Denied, Index, Target, Way},
+    labels::Principals,
     outcome::Flag,
     permit::Permit,
     route::{self, Route},
@@ -59,8 +60,10 @@ pub struct Session {
     counted: [u64; 2],
     accepted: Instant,
     flag: Flag,
-    /// The identity that the other side has proven: the client of an inbound connection, the endpoint of an outbound one.
-    peer: Option<Box<Identity>>,
+    /// The identities that both sides have proven; `None`: there is no tunnel.
+    principals: Option<Box<Principals>>,
+    /// The workload at the other side, if it is known.
+    peer_workload: Option<Arc<Workload>>,
     /// The reason if policies refuse or end the connection.
     denied: Option<Box<Denied>>,
     /// Last, because a workload whose permits are all back has counted everything.
@@ -113,7 +116,8 @@ impl Session {
             counted: [0; 2],
             accepted: now,
             flag: Flag::Cut,
-            peer: None,
+            principals: None,
+            peer_workload: None,
             denied: None,
             permit,
         }
@@ -139,9 +143,16 @@ impl Session {
         self.endpoint
     }
 
-    /// Notes the identity that the other side has proven, before [`Session::route`] or [`Session::reached`].
-    pub fn prove(&mut self, peer: Identity) {
-        self.peer = Some(Box::new(peer));
+    /// Notes the identities that the workload and the other side have proven, before [`Session::route`] or
+    /// [`Session::reached`].
+    pub fn prove(&mut self, own: Identity, peer: Identity) {
+        let peer = Some(peer);
+        self.principals = Some(Box::new(Principals { own, peer }));
+    }
+
+    /// Returns the identity that the other side has proven: the client of an inbound connection, the endpoint of an outbound one.
+    fn peer(&self) -> Option<&Identity> {
+        self.principals.as_ref().and_then(|of| of.peer.as_ref())
     }
 
     /// Returns the way to the chosen endpoint, if the proxy has tunnels. A workload without an identity uses no tunnel, and no
@@ -162,6 +173,9 @@ impl Session {
     /// # Errors
     /// Why the connection is refused.
     pub fn route(&mut self, index: &Index) -> Result<(), Refusal> {
+        if self.direction == Direction::Inbound {
+            self.peer_workload = index.workload(self.client.ip()).cloned();
+        }
         // Before the client's share, which a session takes once.
         if let Err(denied) = self.authorize(index) {
             let is_unknown = denied.is_unread;
@@ -194,7 +208,7 @@ impl Session {
     }
 
     fn authorize(&self, index: &Index) -> Result<(), Denied> {
-        let (attached, peer) = (self.attached(), self.peer.as_deref());
+        let (attached, peer) = (self.attached(), self.peer());
         match self.direction {
             Direction::Outbound => Ok(()),
             Direction::Inbound => {
@@ -208,14 +222,7 @@ impl Session {
         let is_inbound = self.direction == Direction::Inbound;
         let (attached, client) = (self.attached(), self.client);
         is_inbound
-            .then(|| {
-                index.forbids(
-                    attached.own(),
-                    self.peer.as_deref(),
-                    client,
-                    self.destination,
-                )
-            })
+            .then(|| index.forbids(attached.own(), self.peer(), client, self.destination))
             .flatten()
     }
 
@@ -280,6 +287,7 @@ impl Session {
             Direction::Outbound => self.endpoint,
         };
         let peer = index.workload(peer.ip());
+        self.peer_workload = peer.cloned();
         let counters = self.counters(peer, Flag::None);
         counters.opened.fetch_add(1, Ordering::Relaxed);
         self.progress = Progress::Reached(counters);
@@ -303,7 +311,7 @@ impl Session {
 
     fn counters(&self, peer: Option<&Arc<Workload>>, flag: Flag) -> Arc<Counters> {
         let (attached, target) = (self.permit.attached(), self.target.as_deref());
-        let key = (self.direction, self.peer.is_some(), flag);
+        let key = (self.direction, self.principals.as_deref(), flag);
         attached.counters(key, target, peer)
     }
 }
@@ -338,7 +346,8 @@ impl Drop for Session {
                 duration: self.accepted.elapsed(),
                 flag: self.flag,
                 error,
-                peer: self.peer.take(),
+                principals: self.principals.take(),
+                peer: self.peer_workload.take(),
                 denied: self.denied.take(),
             });
         }

@@ -12,7 +12,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     task::{Context, Poll, ready},
     time::{Duration, Instant},
@@ -30,7 +30,11 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
-use super::{LARGE, tunnel::Lease};
+use super::{
+    LARGE,
+    budget::{Budget, Share},
+    tunnel::Lease,
+};
 
 /// The size of the first read from a socket. The size doubles while reads fill it.
 const SMALL: usize = 16 << 10;
@@ -52,65 +56,6 @@ const BUFFERS: usize = 4;
 
 thread_local! {
     static SHARED: RefCell<VecDeque<BytesMut>> = RefCell::default();
-}
-
-/// The budget for bytes that all streams of the process buffer for slow sockets.
-#[derive(Debug)]
-pub struct Budget {
-    bytes: AtomicUsize,
-    streams: AtomicUsize,
-    most: usize,
-}
-
-impl Budget {
-    /// Makes a budget of `most` bytes.
-    pub fn new(most: usize) -> Self {
-        Self {
-            bytes: AtomicUsize::new(0),
-            streams: AtomicUsize::new(0),
-            most,
-        }
-    }
-
-    /// Returns whether more than half of the budget is in use.
-    fn is_scarce(&self) -> bool {
-        self.bytes.load(Ordering::Relaxed) > self.most / 2
-    }
-
-    /// Returns whether the budget is exceeded, and a stream with `own` bytes must end: it has at least the average.
-    fn ends(&self, own: usize) -> bool {
-        let all = self.bytes.load(Ordering::Relaxed);
-        let streams = self.streams.load(Ordering::Relaxed).max(1);
-        all > self.most && own >= all / streams
-    }
-}
-
-/// The share of one stream in the budget.
-#[derive(Debug)]
-struct Share {
-    budget: Arc<Budget>,
-    own: usize,
-}
-
-impl Share {
-    fn set(&mut self, own: usize) {
-        let was = std::mem::replace(&mut self.own, own);
-        if (own > 0) != (was > 0) {
-            // Adding `usize::MAX` wraps around, so it subtracts one.
-            let change = if own > 0 { 1 } else { usize::MAX };
-            self.budget.streams.fetch_add(change, Ordering::Relaxed);
-        }
-        if own != was {
-            let change = own.wrapping_sub(was);
-            self.budget.bytes.fetch_add(change, Ordering::Relaxed);
-        }
-    }
-}
-
-impl Drop for Share {
-    fn drop(&mut self) {
-        self.set(0);
-    }
 }
 
 /// The counters of a relayed connection, and the means to end the connection from another task.
@@ -200,10 +145,7 @@ impl Stream {
             reset: None,
             pending: VecDeque::new(),
             unreleased: 0,
-            share: Share {
-                budget: self.budget,
-                own: 0,
-            },
+            share: Share::new(&self.budget),
             blocked: None,
             timer: None,
         };

@@ -112,15 +112,15 @@ pub enum Error {
         /// The kind of frames.
         what: &'static str,
     },
-    /// The peer's address has reached the limit for tunnels to one workload.
-    #[error(
-        "{to} has {most} tunnels to this workload, which is the limit; this side refused another tunnel"
-    )]
+    /// The peer has its share of the tunnels.
+    #[error("{to} has {has} {kind}, which is its share; this side refused another tunnel")]
     TooMany {
         /// The peer.
         to: SocketAddr,
-        /// The limit.
-        most: usize,
+        /// The number of tunnels that the peer has.
+        has: usize,
+        /// The kind of tunnels.
+        kind: &'static str,
     },
     /// The peer does not answer PING.
     #[error("{to} does not answer PING; this side cut the tunnel")]
@@ -167,6 +167,13 @@ impl Error {
                 ..
             } => Flag::Tls,
             Self::NotH2 { .. } => Flag::NotH2,
+            Self::Timeout {
+                phase: Phase::Connecting,
+                ..
+            } => Flag::NetworkPolicy,
+            Self::Connect { cause, .. } if cause.kind() == io::ErrorKind::TimedOut => {
+                Flag::NetworkPolicy
+            }
             _ => Flag::Tunnel,
         }
     }

@@ -1,7 +1,6 @@
 //! The side that accepts: serves the tunnels of peers, and connects their streams to applications.
 
 use std::{
-    collections::{HashMap, hash_map::Entry},
     future::poll_fn,
     io,
     net::{IpAddr, SocketAddr, TcpListener},
@@ -17,17 +16,18 @@ use h2::{
 use http::{Method, Response, StatusCode, uri::Authority};
 use identity::Identities;
 use model::Identity;
-use relay::socket;
+use relay::{Client, socket};
 use tokio::{
     io::BufReader,
     net::TcpStream,
-    sync::{OwnedSemaphorePermit, Semaphore, watch},
+    sync::watch,
     time::{Duration, MissedTickBehavior, interval, sleep, timeout},
 };
 use tokio_rustls::TlsAcceptor;
 
 use super::{
     Core, READ,
+    bounds::{Admission, Bounds, Place},
     copy::{CloseReason, Flow, Stream},
     error::{Error, Phase},
     guard::{Bucket, Guard, PeerState},
@@ -40,9 +40,12 @@ use super::{
 /// Streams that a peer may reset before their answer, in a burst and in each second: each costs a connection to the
 /// application (rapid reset).
 const GIVEN_UP: (u32, u32) = (1000, 200);
-/// The pause of the accept loop after an error, such as too many open files. Also the time limit for sending GOAWAY to a peer
-/// whose tunnel is cut.
+/// The pause of the accept loop after an error, such as too many open files, and while the socket has its share of the tunnels.
+/// Also the time limit for sending GOAWAY to a peer whose tunnel is cut.
 const PAUSE: Duration = Duration::from_millis(100);
+/// The time for which a failed handshake keeps its place. This limits the rate of handshakes, and so their CPU time, because
+/// places are limited.
+const FAILED: Duration = Duration::from_secs(1);
 
 /// The request for a stream.
 #[derive(Clone, Debug)]
@@ -102,6 +105,9 @@ pub trait Inbound: Send + Sync + 'static {
     /// The reason for refusing the stream.
     fn connect(&self, request: Request) -> impl Future<Output = Result<Accepted, Refusal>> + Send;
 
+    /// Returns the client with this address, which has a share of the tunnels.
+    fn client(&self, ip: IpAddr) -> Client;
+
     /// Reports that a tunnel could not be established, or was cut.
     fn failed(&self, client: SocketAddr, error: &Error);
 }
@@ -124,55 +130,10 @@ impl Listening {
     }
 }
 
-/// The number of tunnels from each address.
-#[derive(Default)]
-struct Peers(Mutex<HashMap<IpAddr, usize>>);
-
-/// The place of a tunnel within the limits of its listening socket and of its address.
-struct Place {
-    peers: Arc<Peers>,
-    of: IpAddr,
-    _permit: Option<OwnedSemaphorePermit>,
-}
-
-impl Peers {
-    /// Counts a tunnel until the place is dropped. Returns `None` if the address has `most` tunnels.
-    fn admit(
-        self: &Arc<Self>,
-        of: IpAddr,
-        most: usize,
-        permit: Option<OwnedSemaphorePermit>,
-    ) -> Option<Place> {
-        let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let count = counts.entry(of).or_default();
-        if *count >= most {
-            return None;
-        }
-        *count += 1;
-        Some(Place {
-            peers: Arc::clone(self),
-            of,
-            _permit: permit,
-        })
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let counts = self.peers.0.lock();
-        let mut counts = counts.unwrap_or_else(PoisonError::into_inner);
-        if let Entry::Occupied(mut count) = counts.entry(self.of) {
-            *count.get_mut() -= 1;
-            if *count.get() == 0 {
-                count.remove();
-            }
-        }
-    }
-}
-
 /// The state that the tunnels of a listening socket share.
 struct Served<I, A> {
     core: Arc<Core<I>>,
+    attachment: u64,
     own: Identity,
     inbound: Arc<A>,
 }
@@ -181,13 +142,14 @@ pub(super) fn listen<I: Identities + 'static>(
     core: &Arc<Core<I>>,
     workers: &Arc<[Worker]>,
     listener: TcpListener,
-    own: Identity,
+    (attachment, own): (u64, Identity),
     inbound: Arc<impl Inbound>,
 ) -> io::Result<Listening> {
     socket::prepare(&listener)?;
     let (drain, drains) = watch::channel(());
     let served = Arc::new(Served {
         core: Arc::clone(core),
+        attachment,
         own,
         inbound,
     });
@@ -207,17 +169,12 @@ async fn accept<I: Identities + 'static, A: Inbound>(
     listener: &tokio::net::TcpListener,
     mut drains: watch::Receiver<()>,
 ) {
-    let settings = &served.core.settings;
-    let (permits, peers) = (Arc::new(Semaphore::new(settings.tunnels)), Arc::default());
+    let bounds = &served.core.bounds;
+    let number = bounds.socket();
     loop {
-        let accepted = async {
-            // Cannot fail: nothing closes the semaphore.
-            let permit = Arc::clone(&permits).acquire_owned().await.ok();
-            (listener.accept().await, permit)
-        };
-        let (accepted, permit) = tokio::select! {
+        let accepted = tokio::select! {
             _ = drains.changed() => return,
-            accepted = accepted => accepted,
+            accepted = listener.accept() => accepted,
         };
         let Ok((socket, client)) = accepted.and_then(|(socket, client)| {
             // The runtime of another thread may serve the connection.
@@ -226,21 +183,51 @@ async fn accept<I: Identities + 'static, A: Inbound>(
             sleep(PAUSE).await;
             continue;
         };
-        let most = settings.tunnels_of_address;
-        let Some(place) = Peers::admit(&peers, client.ip(), most, permit) else {
-            socket::reset_on_close(&socket);
-            let error = Error::TooMany { to: client, most };
-            served.inbound.failed(client, &error);
-            continue;
+        let placed = tokio::select! {
+            _ = drains.changed() => return,
+            placed = place(bounds, number, served.inbound.client(client.ip())) => placed,
+        };
+        let mut place = match placed {
+            Ok(place) => place,
+            Err((has, kind)) => {
+                socket::reset_on_close(&socket);
+                let to = client;
+                let error = Error::TooMany { to, has, kind };
+                served.inbound.failed(client, &error);
+                continue;
+            }
         };
         let (served, drains, worker) = (Arc::clone(served), drains.clone(), least(workers));
         let spawner = worker.clone();
         worker.spawn(async move {
-            let _place = place;
-            if let Err(error) = serve(&served, &spawner, socket, client, drains).await {
-                served.inbound.failed(client, &error);
+            let ended = serve(&served, &spawner, socket, client, drains, &mut place);
+            let Err(error) = ended.await else {
+                return;
+            };
+            served.inbound.failed(client, &error);
+            // A handshake that reached its time limit has kept its place for longer.
+            if place.is_unfinished() && !matches!(error, Error::Timeout { .. }) {
+                sleep(FAILED).await;
             }
         });
+    }
+}
+
+/// Waits until the listening socket has a place for a tunnel of this client.
+///
+/// # Errors
+/// The number and the kind of tunnels that the client has, if this is its share.
+async fn place(
+    bounds: &Arc<Bounds>,
+    socket: u64,
+    client: Client,
+) -> Result<Place, (usize, &'static str)> {
+    loop {
+        match bounds.admit(socket, &client) {
+            Admission::Admitted(place) => return Ok(place),
+            Admission::Refused(has, kind) => return Err((has, kind)),
+            Admission::Wait => sleep(PAUSE).await,
+        }
     }
 }
 
@@ -270,7 +257,8 @@ async fn handshake<I: Identities + 'static, A: Inbound>(
         .handshake(stream)
         .await
         .map_err(|cause| super::outbound::broken(client, Arc::new(cause), &peer_state))?;
-    let entry = core.registry.add(peer, client, None, peer_state);
+    let ends = (served.attachment, None);
+    let entry = core.registry.add(peer, client, ends, peer_state);
     check.renew(&core.trust, client)?;
     Ok((connection, entry))
 }
@@ -282,6 +270,7 @@ async fn serve<I: Identities + 'static, A: Inbound>(
     socket: std::net::TcpStream,
     client: SocketAddr,
     mut drains: watch::Receiver<()>,
+    place: &mut Place,
 ) -> Result<(), Error> {
     let settings = &served.core.settings;
     let socket = TcpStream::from_std(socket).map_err(|cause| Error::Tls {
@@ -297,6 +286,7 @@ async fn serve<I: Identities + 'static, A: Inbound>(
         // The peer has no stream yet that could be lost.
         _ = drains.changed() => return Ok(()),
     };
+    place.finish();
     let (tunnel, mut keepalive) = (&entry.tunnel, Keepalive::new(connection.ping_pong()));
     let given_up = Arc::new(Mutex::new(Bucket::new(GIVEN_UP.0, GIVEN_UP.1)));
     let mut tick = interval(settings.ping.min(settings.idle) / 2);
@@ -366,7 +356,7 @@ struct Asked<I, A> {
 
 impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
     async fn answer(self, request: http::Request<RecvStream>, mut respond: SendResponse<Bytes>) {
-        let (head, recv) = request.into_parts();
+        let (head, mut recv) = request.into_parts();
         let answer = |status: StatusCode| {
             let mut response = Response::new(());
             *response.status_mut() = status;
@@ -395,6 +385,8 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
                 self.note_given_up();
                 return;
             }
+            // Drops the attempt: the peer has sent too much before the answer.
+            () = self.served.core.budget.count_unanswered(&mut recv) => Err(Refusal::Unavailable),
         };
         let accepted = match connected {
             Ok(accepted) => accepted,

@@ -24,6 +24,8 @@ macro_rules! limited {
     };
 }
 
+mod bounds;
+mod budget;
 mod copy;
 mod engine;
 mod error;
@@ -45,12 +47,15 @@ use std::{
 pub use engine::{Engine, Manner};
 use identity::Identities;
 use model::Identity;
+use relay::raise_open_files;
 use threads::Deaths;
 pub use tls::provider;
 use tokio::task::spawn_blocking;
 
 use self::{
-    copy::{Budget, WINDOW},
+    bounds::Bounds,
+    budget::Budget,
+    copy::WINDOW,
     inbound::{Inbound, Listening},
     outbound::Outbound,
     pool::Pool,
@@ -61,6 +66,11 @@ use self::{
 
 /// The port of HBONE.
 const PORT: u16 = 15008;
+/// The maximum number of tunnels of the process in one direction, without a setting: so many, and this part of the open files.
+const TUNNELS: (usize, usize) = (16_384, 16);
+/// The open files of each workload: two listening sockets, the copy of each for this crate, the copies of each for the agent's
+/// successor before and during the handover, and a connection of each that waits for a place.
+const FILES_OF_WORKLOAD: usize = 10;
 
 /// The settings of tunnels.
 #[derive(Clone, Debug)]
@@ -75,8 +85,13 @@ pub struct Settings {
     pub streams: usize,
     /// The maximum number of tunnels of a listening socket. Further tunnels wait in the backlog.
     pub tunnels: usize,
-    /// The maximum number of tunnels of a listening socket from one address. Further tunnels are refused.
+    /// The maximum number of tunnels of a listening socket from one client. Further tunnels are refused.
     pub tunnels_of_address: usize,
+    /// The maximum number of inbound tunnels of the process whose handshake is not finished.
+    pub unfinished: usize,
+    /// The maximum number of inbound tunnels of the process. With more outbound tunnels, idle ones end early. `None`: a
+    /// sixteenth of the open files that the process may have, but at most 16384.
+    pub tunnels_of_process: Option<usize>,
     /// The time without a stream after which a tunnel ends.
     pub idle: Duration,
     /// The time without a byte after which this side sends PING.
@@ -96,6 +111,8 @@ impl Default for Settings {
             streams: 100,
             tunnels: 4096,
             tunnels_of_address: 256,
+            unfinished: 1024,
+            tunnels_of_process: None,
             idle: Duration::from_mins(5),
             ping: Duration::from_secs(10),
             pong: Duration::from_secs(20),
@@ -129,6 +146,9 @@ struct Core<I> {
     trust: Trust,
     registry: Arc<Registry>,
     budget: Arc<Budget>,
+    bounds: Arc<Bounds>,
+    /// The maximum number of tunnels of the process in one direction.
+    most: usize,
     /// The outbound tunnels of each thread.
     pools: Box<[Pool]>,
 }
@@ -144,11 +164,15 @@ impl<I: Identities + 'static> Tunnels<I> {
     /// roots do not allow.
     ///
     /// # Errors
-    /// If a thread cannot be started.
+    /// If a thread cannot be started, or the limit of open files cannot be read.
     pub fn start(settings: Settings, identities: Arc<I>, deaths: &Deaths) -> io::Result<Self> {
         let threads = match settings.threads {
             0 => available_parallelism().map_or(1, Into::into),
             count => count,
+        };
+        let most = match settings.tunnels_of_process {
+            Some(most) => most,
+            None => TUNNELS.0.min(raise_open_files()? / TUNNELS.1),
         };
         let workers = Workers::start(threads, deaths)?;
         let mut roots = identities.roots();
@@ -156,6 +180,8 @@ impl<I: Identities + 'static> Tunnels<I> {
             trust: Trust::new(roots.clone()),
             registry: Arc::default(),
             budget: Arc::new(Budget::new(settings.buffered)),
+            bounds: Arc::new(Bounds::new(&settings, most)),
+            most,
             pools: (0..threads).map(|_| Pool::default()).collect(),
             settings,
             identities,
@@ -190,26 +216,37 @@ impl<I: Identities + 'static> Tunnels<I> {
         worker.spawn(work(Outbound::new(&self.core, worker)));
     }
 
-    /// Accepts the tunnels to the workload with the identity `own` until the result is dropped.
+    /// Accepts the tunnels to the workload of an attachment, with the identity `own`, until the result is dropped.
     ///
     /// # Errors
     /// If the socket cannot be used.
     fn listen(
         &self,
         listener: TcpListener,
-        own: Identity,
+        (attachment, own): (u64, Identity),
         inbound: Arc<impl Inbound>,
     ) -> io::Result<Listening> {
-        inbound::listen(&self.core, self.workers.all(), listener, own, inbound)
+        let of = (attachment, own);
+        inbound::listen(&self.core, self.workers.all(), listener, of, inbound)
     }
 
-    /// Ends the outbound tunnels to this workload (its UID), also pending ones.
-    fn end_workload(&self, uid: &str) {
+    /// Ends outbound tunnels by their attachment and the UID of their destination, also pending ones.
+    fn end_outbound(&self, is_meant: impl Fn(u64, &str) -> bool) {
         for pool in &self.core.pools {
-            pool.forget(uid);
+            pool.forget(&is_meant);
         }
-        let is_its = |tunnel: &Tunnel| tunnel.workload.as_deref() == Some(uid);
+        let is_its = |tunnel: &Tunnel| {
+            let uid = tunnel.workload.as_deref();
+            uid.is_some_and(|uid| is_meant(tunnel.attachment, uid))
+        };
         self.core.registry.end_if(is_its);
+    }
+
+    /// Returns the number of open files that tunnels of both directions may take, and each workload's.
+    ///
+    /// A tunnel with a stream takes none of these: the stream has no socket of its own, and connections count two files.
+    fn files(&self) -> (usize, usize) {
+        (2 * self.core.most, FILES_OF_WORKLOAD)
     }
 
     /// Returns the established tunnels of both directions.

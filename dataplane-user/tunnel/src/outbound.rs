@@ -273,8 +273,8 @@ impl<I: Identities + 'static> Outbound<I> {
         let (requests, connection) = handshake
             .await
             .map_err(|cause| broken(to, cause.into(), &peer_state))?;
-        let workload = Some(Arc::clone(&key.workload));
-        let entry = self.core.registry.add(peer, to, workload, peer_state);
+        let ends = (key.attachment, Some(Arc::clone(&key.workload)));
+        let entry = self.core.registry.add(peer, to, ends, peer_state);
         check.renew(&self.core.trust, to)?;
         let pooled = Pooled {
             requests,
@@ -304,7 +304,10 @@ impl<I: Identities + 'static> Outbound<I> {
                         tunnel.fail(Error::Silent { to: key.to });
                         return;
                     }
-                    if idle >= settings.idle {
+                    // Idle tunnels end early while the process has too many.
+                    let is_crowded = self.core.registry.outbound() > self.core.most;
+                    let most = if is_crowded { settings.ping } else { settings.idle };
+                    if idle >= most.min(settings.idle) {
                         self.pool().retire_if_idle(key, tunnel);
                     }
                 }

@@ -20,6 +20,9 @@ use super::{
 /// The key of a tunnel in a pool: streams with the same key share tunnels.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
+    /// The attachment of the workload that connects: its tunnels come from its network namespace, and a later workload with
+    /// the same identity and address has another.
+    pub attachment: u64,
     /// The identity of the workload that connects.
     pub source: Identity,
     /// The identities that the destination may have, sorted. A tunnel needs at least one.
@@ -144,9 +147,10 @@ impl Pool {
         remove(&mut self.lock(), key, tunnel);
     }
 
-    /// Forgets the tunnels to this workload (its UID), and gives up pending ones.
-    pub fn forget(&self, uid: &str) {
-        self.lock().retain(|key, _| &*key.workload != uid);
+    /// Forgets tunnels by their attachment and the UID of their destination, and gives up pending ones.
+    pub fn forget(&self, is_meant: impl Fn(u64, &str) -> bool) {
+        self.lock()
+            .retain(|key, _| !is_meant(key.attachment, &key.workload));
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Key, Group>> {

@@ -24,6 +24,8 @@ pub struct Tunnel {
     pub peer: VerifiedPeer,
     /// The peer's address.
     pub address: SocketAddr,
+    /// The attachment of this side's workload.
+    pub attachment: u64,
     /// The UID of the destination workload; `None`: the tunnel is inbound.
     pub workload: Option<Arc<str>>,
     /// The observed state of the peer.
@@ -101,6 +103,8 @@ impl Drop for Lease {
 pub struct Registry {
     tunnels: Mutex<HashMap<u64, Arc<Tunnel>>>,
     next: AtomicU64,
+    /// The number of outbound tunnels.
+    outbound: AtomicUsize,
 }
 
 /// A tunnel's entry in the registry. Dropping it removes the tunnel.
@@ -116,21 +120,26 @@ impl Drop for Entry {
     fn drop(&mut self) {
         self.tunnel.retire();
         self.registry.lock().remove(&self.id);
+        if self.tunnel.workload.is_some() {
+            self.registry.outbound.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
 
 impl Registry {
-    /// Adds an established tunnel.
+    /// Adds an established tunnel. `attachment`: of this side's workload. `workload`: the UID of the destination workload of an
+    /// outbound tunnel.
     pub fn add(
         self: &Arc<Self>,
         peer: VerifiedPeer,
         address: SocketAddr,
-        workload: Option<Arc<str>>,
+        (attachment, workload): (u64, Option<Arc<str>>),
         peer_state: Arc<PeerState>,
     ) -> Entry {
         let tunnel = Arc::new(Tunnel {
             peer,
             address,
+            attachment,
             workload,
             peer_state,
             streams: AtomicUsize::new(0),
@@ -139,6 +148,9 @@ impl Registry {
             end: Notify::new(),
             failure: OnceLock::new(),
         });
+        if tunnel.workload.is_some() {
+            self.outbound.fetch_add(1, Ordering::Relaxed);
+        }
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.lock().insert(id, Arc::clone(&tunnel));
         Entry {
@@ -146,6 +158,11 @@ impl Registry {
             registry: Arc::clone(self),
             id,
         }
+    }
+
+    /// Returns the number of outbound tunnels.
+    pub fn outbound(&self) -> usize {
+        self.outbound.load(Ordering::Relaxed)
     }
 
     /// Returns the tunnels.

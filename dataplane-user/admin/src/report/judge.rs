@@ -173,6 +173,7 @@ mod tests {
             mesh: Vec::new(),
             flows: None,
             dns: None,
+            tunnels: Vec::new(),
         }
     }
 

@@ -3,6 +3,7 @@
 
 mod certificates;
 mod dns;
+mod dump;
 #[cfg(test)]
 mod fuzz;
 
@@ -294,7 +295,7 @@ fn admin_routes(context: &Arc<Context>) -> Router {
         .route(
             "/",
             get(|| async {
-                "/status /services /pools /mesh /policies /dns/cache /certs /metrics /version /healthz/ready\n"
+                "/status /services /pools /mesh /policies /dns/cache /certs /config_dump /metrics /version /healthz/ready\n"
             }),
         )
         .route("/version", get(|| async { Json(Version::own()) }))
@@ -305,6 +306,7 @@ fn admin_routes(context: &Arc<Context>) -> Router {
         .route("/policies", get(get_policies))
         .route("/dns/cache", get(dns::get))
         .route("/certs", get(certificates::get))
+        .route("/config_dump", get(dump::get))
         .with_state(Arc::clone(context))
         .merge(metrics_routes(context))
         .merge(health_routes(context))

@@ -12,7 +12,7 @@ use plan::{Conflict, PoolOwner};
 use proxy::Observer;
 
 use super::{Known, State};
-use crate::{api, lock::lock, view};
+use crate::{api, lock::lock, tunnels, view};
 
 /// How many workloads are named that share one problem of the node's.
 const NAMED: usize = 8;
@@ -177,6 +177,7 @@ impl State {
                     failed,
                 }
             }),
+            tunnels: self.proxy.get().map(tunnels::list).unwrap_or_default(),
         }
     }
 

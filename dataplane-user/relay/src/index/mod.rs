@@ -177,7 +177,7 @@ impl Index {
     /// The client at an address: the workload that has it; or else the address, by IPv6 the network of 64 bits, because a host
     /// outside may have any address in its network. In a network of pods, each address is a client: many pods share it, and each
     /// has its own.
-    pub(crate) fn client(&self, addr: IpAddr) -> Client {
+    pub fn client(&self, addr: IpAddr) -> Client {
         match (self.workload(addr), addr) {
             (Some(workload), _) => Client::Workload(workload.name.clone()),
             (None, IpAddr::V6(v6)) if !self.networks.contains_key(&network(v6)) => {

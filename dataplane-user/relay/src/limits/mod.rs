@@ -20,7 +20,7 @@ use super::direction::Direction;
 
 /// File descriptors of the process itself: tables, links, the API, clients of the HTTP endpoints.
 const CONTROL: usize = 256;
-/// File descriptors of a workload: four listening sockets, for both directions and families; a copy of each for the
+/// File descriptors of a workload without tunnels: four listening sockets, for both directions and families; a copy of each for the
 /// agent's successor, and a second copy during the handover; the network namespace three times; one to spare.
 const WORKLOAD: usize = 16;
 /// File descriptors of a connection: the client's socket and the endpoint's.
@@ -54,10 +54,11 @@ pub struct DnsFiles {
     pub per_workload: usize,
 }
 
-/// Returns the number of open files that are reserved, so that connections do not use them.
-fn reserved(workloads: usize, dns: DnsFiles) -> usize {
-    let each = WORKLOAD.saturating_add(dns.per_workload);
-    let shared = CONTROL.saturating_add(dns.shared);
+/// Returns the number of open files that are reserved, so that connections do not use them. `tunnels`: the files of all
+/// tunnels, and those of each workload.
+fn reserved(workloads: usize, dns: DnsFiles, tunnels: [usize; 2]) -> usize {
+    let each = (WORKLOAD + tunnels[1]).saturating_add(dns.per_workload);
+    let shared = (CONTROL + tunnels[0]).saturating_add(dns.shared);
     shared.saturating_add(workloads.saturating_mul(each))
 }
 
@@ -75,17 +76,20 @@ pub struct Limits {
     wanted: Option<usize>,
     open_files: usize,
     dns: DnsFiles,
+    /// Open files of all tunnels, and those of each workload.
+    tunnels: [AtomicUsize; 2],
 }
 
 impl Limits {
     /// The number of connections that `open_files` allow beside `workloads`.
     pub fn connections(open_files: usize, workloads: usize, dns: DnsFiles) -> usize {
-        (open_files.saturating_sub(reserved(workloads, dns)) / EACH).max(1)
+        let reserved = reserved(workloads, dns, [0; 2]);
+        (open_files.saturating_sub(reserved) / EACH).max(1)
     }
 
     /// The number of open files that `connections` take beside one workload.
     pub fn files(connections: usize) -> usize {
-        let reserved = reserved(1, DnsFiles::default());
+        let reserved = reserved(1, DnsFiles::default(), [0; 2]);
         connections.saturating_mul(EACH).saturating_add(reserved)
     }
 
@@ -101,6 +105,7 @@ impl Limits {
             wanted,
             open_files,
             dns: DnsFiles::default(),
+            tunnels: Default::default(),
         };
         limits.reserve(0, 0);
         limits
@@ -114,10 +119,24 @@ impl Limits {
         self
     }
 
+    /// Keeps open files for tunnels: `shared` of all tunnels, and so many of each workload.
+    pub fn keep_for_tunnels(&self, shared: usize, per_workload: usize) {
+        self.tunnels[0].store(shared, Ordering::Relaxed);
+        self.tunnels[1].store(per_workload, Ordering::Relaxed);
+        self.reserve(0, 0);
+    }
+
+    fn reserved(&self, workloads: usize) -> usize {
+        let tunnels = self.tunnels.each_ref();
+        let tunnels = tunnels.map(|files| files.load(Ordering::Relaxed));
+        reserved(workloads, self.dns, tunnels)
+    }
+
     /// Reserves open files for this many workloads in this many namespaces. Existing connections continue: if there are
     /// more than the new limit, no further one is accepted until enough have ended.
     pub fn reserve(&self, workloads: usize, namespaces: usize) {
-        let possible = Self::connections(self.open_files, workloads, self.dns);
+        let possible = self.open_files.saturating_sub(self.reserved(workloads)) / EACH;
+        let possible = possible.max(1);
         let max = self.wanted.map_or(possible, |wanted| wanted.min(possible));
         self.max.store(max, Ordering::Relaxed);
         self.workloads.store(workloads, Ordering::Relaxed);
@@ -126,7 +145,7 @@ impl Limits {
 
     /// Returns a message with the number of missing open files for this many workloads; `None` if the files suffice.
     pub fn shortage(&self, workloads: usize) -> Option<String> {
-        let (files, reserved) = (self.open_files, reserved(workloads, self.dns));
+        let (files, reserved) = (self.open_files, self.reserved(workloads));
         let max = self.max();
         let wanted = self.wanted.unwrap_or(1);
         if files > reserved && max >= wanted {
@@ -138,9 +157,11 @@ impl Limits {
         } else {
             ""
         };
+        let has_tunnels = self.tunnels[0].load(Ordering::Relaxed) > 0;
+        let tunnels = if has_tunnels { ", tunnels" } else { "" };
         Some(format!(
             "open files are short: the proxy takes {max} connections at the same time, because {workloads} \
-             workloads{dns} and the agent itself take {reserved} of the {files} files that it may have open; \
+             workloads{dns}{tunnels} and the agent itself take {reserved} of the {files} files that it may have open; \
              raise its limit to at least {needed} (LimitNOFILE=, `ulimit -Hn`)"
         ))
     }

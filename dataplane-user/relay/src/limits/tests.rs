@@ -226,3 +226,16 @@ fn the_dns_servers_files_are_not_for_connections() {
     let text = "10 workloads, its DNS server and the agent itself take 3536 of the 3300 files";
     assert!(said.unwrap().contains(text));
 }
+
+#[test]
+fn the_files_of_tunnels_are_not_for_connections() {
+    let limits = Limits::new(None, None, 20_000);
+    limits.keep_for_tunnels(2500, 10);
+    limits.reserve(250, 9);
+    assert_eq!(limits.max(), (20_000 - 2500 - 256 - 250 * (16 + 10)) / 2);
+    let short = Limits::new(None, None, 3000);
+    short.keep_for_tunnels(2500, 10);
+    let said = short.shortage(10).unwrap();
+    let text = "10 workloads, tunnels and the agent itself take 3016 of the 3000 files";
+    assert!(said.contains(text), "{said}");
+}

@@ -1,9 +1,15 @@
 //! Inbound streams, which the engine connects to the application of a workload.
 
-use std::{io, net::SocketAddr, sync::Arc, time::Instant};
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::Instant,
+};
 
+use model::Identity;
 use relay::{
-    Attached, Direction, Flag, Permit, Session,
+    Attached, Client, Direction, Flag, Permit, Session,
     socket::{self, From, Manner},
 };
 use tokio::{net::TcpStream, time::timeout};
@@ -22,14 +28,17 @@ use super::{
 pub struct Arrive {
     shared: Arc<Shared>,
     attached: Arc<Attached>,
+    /// The identity of the workload.
+    own: Identity,
 }
 
 impl Arrive {
-    /// Connects streams to the workload of `attached`.
-    pub fn new(shared: &Arc<Shared>, attached: &Arc<Attached>) -> Self {
+    /// Connects streams to the workload of `attached`, which has the identity `own`.
+    pub fn new(shared: &Arc<Shared>, attached: &Arc<Attached>, own: Identity) -> Self {
         Self {
             shared: Arc::clone(shared),
             attached: Arc::clone(attached),
+            own,
         }
     }
 
@@ -44,7 +53,7 @@ impl Arrive {
         let permit = Permit::acquire(&self.attached, inbound).ok_or(Refusal::Unavailable)?;
         let (client, now) = (request.client, Instant::now());
         let mut session = Session::begin(permit, inbound, client, destination, 1, now);
-        session.prove(request.peer);
+        session.prove(self.own.clone(), request.peer);
         let (_, index) = self.shared.relay.index();
         if let Err(refusal) = session.route(&index) {
             session.end(refusal.flag);
@@ -120,6 +129,10 @@ impl Inbound for Arrive {
             flow,
             done: Box::new(move |ended: CloseReason| entry.end(ended)),
         })
+    }
+
+    fn client(&self, ip: IpAddr) -> Client {
+        self.shared.relay.index().1.client(ip)
     }
 
     fn failed(&self, client: SocketAddr, error: &Error) {

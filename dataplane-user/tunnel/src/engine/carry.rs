@@ -81,7 +81,7 @@ async fn connect<I: Identities + 'static>(
             Way::Tunnel(workload) => match request(shared, session, &workload) {
                 Ok(wanted) => match outbound.connect(&wanted).await {
                     Ok(stream) => {
-                        session.prove(stream.peer().clone());
+                        session.prove(wanted.key.source, stream.peer().clone());
                         session.reached(&index);
                         return Ok(stream);
                     }
@@ -134,6 +134,7 @@ fn request(shared: &Arc<Shared>, session: &Session, to: &Workload) -> io::Result
     let authority: Uri = endpoint.to_string().parse().map_err(io::Error::other)?;
     Ok(Connect {
         key: Key {
+            attachment: attached.id,
             source: identity(&attached.workload)?,
             expected: [identity(to)?].into(),
             from: own,

@@ -8,6 +8,7 @@ mod live;
 mod tests;
 
 use std::{
+    collections::HashSet,
     fmt,
     net::TcpListener,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
@@ -17,7 +18,7 @@ use std::{
 
 use identity::Identities;
 use model::Workload;
-use relay::{Attached, Direction, Flag, Handed, Index, Listener, Relay, Tunnelling};
+use relay::{Attached, Direction, Flag, Handed, Index, Listener, Relay, TunnelView, Tunnelling};
 
 use self::{arrive::Arrive, live::Live};
 use super::{Tunnels, inbound::Listening};
@@ -100,6 +101,8 @@ impl<I: Identities + 'static> Engine<I> {
     }
 
     fn with_port(tunnels: Tunnels<I>, relay: Arc<Relay>, manner: Manner, port: u16) -> Arc<Self> {
+        let (shared, per_workload) = tunnels.files();
+        relay.limits.keep_for_tunnels(shared, per_workload);
         let engine = Arc::new(Self {
             shared: Arc::new(Shared {
                 relay,
@@ -132,6 +135,15 @@ impl<I: Identities + 'static> Engine<I> {
         });
     }
 
+    /// Ends the outbound tunnels of attachments that are gone. They come from the network namespaces of these attachments.
+    fn end_detached(&self) {
+        let places = self.places();
+        let present: HashSet<_> = places.iter().map(|place| place.attachment).collect();
+        drop(places);
+        self.tunnels
+            .end_outbound(|attachment, _| !present.contains(&attachment));
+    }
+
     /// Ends the tunnels to workloads that are gone: another workload may get the address.
     fn end_gone(&self, index: &Index) {
         for tunnel in self.tunnels.tunnels() {
@@ -140,7 +152,7 @@ impl<I: Identities + 'static> Engine<I> {
             };
             let known = index.workloads_at(tunnel.address.ip());
             if !known.iter().any(|workload| id(workload) == **uid) {
-                self.tunnels.end_workload(uid);
+                self.tunnels.end_outbound(|_, workload| workload == &**uid);
             }
         }
     }
@@ -156,6 +168,7 @@ async fn upkeep<I: Identities + 'static>(engine: Weak<Engine<I>>) {
         };
         let shared = &engine.shared;
         engine.cut(Instant::now());
+        engine.end_detached();
         // Read before the index: the index then has at least these policies.
         let policies = shared.relay.policies_version();
         let (version, index) = shared.relay.index();
@@ -189,21 +202,37 @@ impl<I: Identities + 'static> Tunnelling for Engine<I> {
             .outbound(|outbound| carry::carry(shared, handed, outbound));
     }
 
+    fn tunnels(&self) -> Vec<TunnelView> {
+        let tunnels = self.tunnels.tunnels().into_iter();
+        let views = tunnels.map(|tunnel| TunnelView {
+            attachment: tunnel.attachment,
+            direction: match tunnel.workload {
+                Some(_) => Direction::Outbound,
+                None => Direction::Inbound,
+            },
+            peer: tunnel.peer.identity.clone(),
+            address: tunnel.address,
+            streams: tunnel.streams(),
+        });
+        views.collect()
+    }
+
     fn take(&self, attached: &Arc<Attached>, listeners: &Arc<[Listener]>) {
         let domain = &self.shared.manner.trust_domain;
         let Some(own) = attached.workload.identity(domain) else {
             return;
         };
+        let of = (attached.id, own);
         let mut place = Place {
             attachment: attached.id,
             listening: Vec::new(),
             deadline: None,
         };
         for listener in listeners.iter().filter(|listener| listener.is_tunnel) {
-            let inbound = Arc::new(Arrive::new(&self.shared, attached));
+            let inbound = Arc::new(Arrive::new(&self.shared, attached, of.1.clone()));
             let socket = listener.socket.try_clone().map(TcpListener::from);
             let listening =
-                socket.and_then(|socket| self.tunnels.listen(socket, own.clone(), inbound));
+                socket.and_then(|socket| self.tunnels.listen(socket, of.clone(), inbound));
             match listening {
                 Ok(listening) => place.listening.push(listening),
                 Err(error) => {

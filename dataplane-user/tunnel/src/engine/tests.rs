@@ -13,7 +13,7 @@ use model::{
     ServiceType, Snapshot, TrafficPolicy, Workload, WorkloadName,
 };
 use proxy::{Proxy, Settings};
-use relay::Attachment;
+use relay::{Attachment, Direction};
 use smallvec::smallvec;
 use threads::none_dies;
 
@@ -50,6 +50,8 @@ struct World {
     /// Where the server accepts tunnels.
     tunnels: SocketAddr,
     application: TcpListener,
+    /// The client's socket for captured connections.
+    captured: TcpListener,
 }
 
 fn workload(name: &str, addresses: &[Ipv4Addr]) -> Arc<Workload> {
@@ -105,11 +107,16 @@ impl World {
 
     /// Makes a world in which the client has these addresses.
     fn with_client(addresses: &[Ipv4Addr]) -> Self {
+        Self::with(addresses, &Settings::default())
+    }
+
+    /// Makes a world in which the client has these addresses, and the proxy these settings.
+    fn with(addresses: &[Ipv4Addr], settings_of_proxy: &Settings) -> Self {
         let log = Lines::default();
         let plain = Settings {
             workers: 1,
             connect_timeout: PATIENCE,
-            ..Settings::default()
+            ..settings_of_proxy.clone()
         };
         let proxy = Proxy::start_logging_to(plain, log.clone(), &none_dies()).unwrap();
         let bound = |ip: Ipv4Addr| TcpListener::bind((ip, 0)).unwrap();
@@ -138,6 +145,7 @@ impl World {
         let web = service(vip, application.local_addr().unwrap());
         snapshot.services.insert(web.name.clone(), Arc::new(web));
         proxy.set_snapshot(snapshot);
+        let captured = listener.try_clone().unwrap();
         for (workload, outbound, tunnels) in [
             (client, vec![listener], vec![]),
             (server, vec![], vec![accepting]),
@@ -159,6 +167,7 @@ impl World {
             vip,
             tunnels,
             application,
+            captured,
         }
     }
 
@@ -192,6 +201,7 @@ fn read(mut stream: &TcpStream) -> io::Result<String> {
 #[test]
 fn a_connection_goes_through_a_tunnel_with_the_bytes_read_before() {
     let world = World::new();
+    assert!(world.proxy.observer().tunnels().is_empty());
     let mut client = world.connect();
     // The proxy reads this before it knows that there is a tunnel.
     client.write_all(b"first").unwrap();
@@ -199,6 +209,19 @@ fn a_connection_goes_through_a_tunnel_with_the_bytes_read_before() {
     let mut first = [0; 5];
     server.read_exact(&mut first).unwrap();
     assert_eq!(&first, b"first");
+    let tunnels = world.proxy.observer().tunnels();
+    let peers = tunnels.iter().map(|(of, tunnels)| {
+        let [tunnel] = &tunnels[..] else {
+            panic!("{of}: {tunnels:?}");
+        };
+        (of.name(), tunnel.direction, &tunnel.peer, tunnel.streams)
+    });
+    let [by_client, by_server] = ["client", "server"].map(identity);
+    let wanted = [
+        ("client", Direction::Outbound, &by_server, 1),
+        ("server", Direction::Inbound, &by_client, 1),
+    ];
+    assert_eq!(peers.collect::<Vec<_>>(), wanted);
     client.write_all(b" and then").unwrap();
     client.shutdown(Shutdown::Write).unwrap();
     assert_eq!(read(&server).unwrap(), " and then");
@@ -211,6 +234,19 @@ fn a_connection_goes_through_a_tunnel_with_the_bytes_read_before() {
         2,
         "both sides of one tunnel"
     );
+    let connections = world.proxy.observer().connections();
+    for (name, direction, own, peer) in [
+        ("client", Direction::Outbound, &by_client, &by_server),
+        ("server", Direction::Inbound, &by_server, &by_client),
+    ] {
+        let of = connections.keys().find(|of| of.key.direction == direction);
+        let principals = of.unwrap().key.principals.clone().unwrap();
+        assert_eq!(
+            (&principals.own, &principals.peer),
+            (own, &Some(peer.clone())),
+            "{name}"
+        );
+    }
     let lines = world.end();
     assert_eq!(lines.len(), 2, "{lines:?}");
     for (of, peer) in [
@@ -334,5 +370,99 @@ fn a_workload_has_one_name_in_the_baggage() {
     assert_eq!(
         baggage(&of).unwrap(),
         "k8s.namespace.name=shop,k8s.deployment.name=web,service.name=web,service.version=latest"
+    );
+}
+
+#[test]
+fn a_workload_with_the_identity_and_address_of_an_earlier_one_has_its_own_tunnels() {
+    let world = World::new();
+    let exchange = || {
+        let (client, mut server) = (world.connect(), world.accept());
+        server.write_all(b"answer").unwrap();
+        drop(server);
+        assert_eq!(read(&client).unwrap(), "answer");
+    };
+    let attachments = || {
+        let tunnels = world.engine.tunnels.tunnels();
+        let outbound = tunnels.iter().filter(|tunnel| tunnel.workload.is_some());
+        let mut attachments: Vec<_> = outbound.map(|tunnel| tunnel.attachment).collect();
+        attachments.sort_unstable();
+        attachments
+    };
+    exchange();
+    let first = attachments();
+    assert_eq!(first.len(), 1);
+    let name = WorkloadName::new("shop", "client");
+    world.proxy.remove(&name, PATIENCE);
+    // The worker takes the command before it accepts the next connection.
+    thread::sleep(Duration::from_millis(100));
+    let attached = world.proxy.add(Attachment {
+        workload: workload("client", &[]),
+        namespace: None,
+        outbound: vec![world.captured.try_clone().unwrap()],
+        inbound: vec![],
+        tunnels: vec![],
+        egress: Egress::Allow,
+    });
+    attached.unwrap();
+    exchange();
+    let deadline = Instant::now() + PATIENCE;
+    while attachments().len() != 1 || attachments() == first {
+        assert!(Instant::now() < deadline, "{:?}", attachments());
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn streams_count_in_the_limits_of_connections() {
+    // Both workloads are here, so each connection counts twice.
+    let of_all = Settings {
+        max_connections: Some(2),
+        ..Settings::default()
+    };
+    let of_workload = Settings {
+        max_per_workload: Some(1),
+        ..Settings::default()
+    };
+    for settings in [of_all, of_workload] {
+        let world = World::with(&[], &settings);
+        let (client, mut server) = (world.connect(), world.accept());
+        assert_eq!(world.proxy.connections(), 2);
+        let second = world.connect();
+        second
+            .set_read_timeout(Some(Duration::from_millis(300)))
+            .unwrap();
+        let waits = read(&second).unwrap_err();
+        assert_eq!(waits.kind(), io::ErrorKind::WouldBlock);
+        second.set_read_timeout(Some(PATIENCE)).unwrap();
+        server.write_all(b"first").unwrap();
+        drop(server);
+        assert_eq!(read(&client).unwrap(), "first");
+        drop(client);
+        let mut server = world.accept();
+        server.write_all(b"second").unwrap();
+        drop(server);
+        assert_eq!(read(&second).unwrap(), "second");
+    }
+}
+
+#[test]
+fn a_stream_to_a_workload_with_its_share_of_connections_is_refused() {
+    let settings = Settings {
+        max_per_workload: Some(1),
+        ..Settings::default()
+    };
+    let world = World::with(&[], &settings);
+    let _first = (world.connect(), world.accept());
+    let mut asked = to(world.tunnels, world.application.local_addr().unwrap());
+    asked.key.attachment = 0;
+    let (report, made) = std::sync::mpsc::channel();
+    world.engine.tunnels.outbound(move |outbound| async move {
+        let _ = report.send(outbound.connect(&asked).await);
+    });
+    let made = made.recv_timeout(PATIENCE).unwrap();
+    assert!(
+        matches!(&made, Err(Error::Refused { status, .. }) if status.as_u16() == 503),
+        "{made:?}"
     );
 }

@@ -1,6 +1,7 @@
 //! Peers that must be refused, and the errors about them.
 
 use std::{
+    io,
     sync::Arc,
     time::{Duration, SystemTime},
 };
@@ -273,9 +274,15 @@ fn peers_that_stall_are_given_up_in_each_phase() {
         let mut mesh = mesh_of(settings, |server| server.hangs = true);
         let error = mesh.connect(nowhere()).await.unwrap_err();
         assert!(matches!(error, Error::Connect { .. }), "{error}");
+        assert_eq!(error.flag().word(), "CONNECT");
+        let mut connect = nowhere();
+        connect.dial = Arc::new(|_| Box::pin(async { Err(io::ErrorKind::TimedOut.into()) }));
+        let error = mesh.connect(connect).await.unwrap_err();
+        assert_eq!(error.flag().word(), "NETWORK_POLICY", "{error}");
         let mut connect = nowhere();
         connect.dial = Arc::new(|_| Box::pin(std::future::pending()));
         let error = mesh.connect(connect).await.unwrap_err();
+        assert_eq!(error.flag().word(), "NETWORK_POLICY", "{error}");
         assert!(
             matches!(
                 error,

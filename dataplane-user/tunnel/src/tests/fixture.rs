@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     sync::{
         Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
@@ -17,6 +17,7 @@ use rcgen::{
     ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams,
     SanType, SerialNumber,
 };
+use relay::Client;
 use rustls::pki_types::PrivateKeyDer;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -202,6 +203,10 @@ impl Inbound for Server {
         })
     }
 
+    fn client(&self, ip: IpAddr) -> Client {
+        Client::Address(ip)
+    }
+
     fn failed(&self, _: SocketAddr, error: &Error) {
         let _ = self.failed.send(error.clone());
     }
@@ -263,7 +268,7 @@ pub fn mesh_with(
     let at = listener.local_addr().unwrap();
     let listening = server.listen(
         listener,
-        identity("server"),
+        (2, identity("server")),
         Arc::clone(&inbound) as Arc<Server>,
     );
     Mesh {
@@ -286,6 +291,7 @@ pub fn dial() -> Dial {
 pub fn to(at: SocketAddr, application: SocketAddr) -> Connect {
     Connect {
         key: Key {
+            attachment: 1,
             source: identity("client"),
             expected: [identity("server")].into(),
             from: at.ip(),

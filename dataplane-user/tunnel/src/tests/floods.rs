@@ -1,11 +1,19 @@
 //! Peers that send more frames than they may.
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
-use tokio::io::AsyncWriteExt;
+use tokio::{
+    io::AsyncWriteExt,
+    net::{TcpSocket, TcpStream},
+    time::{sleep, timeout},
+};
 
 use super::{fixture::*, raw::*};
-use crate::{Settings, error::Error};
+use crate::{Settings, error::Error, inbound::Listening, outbound::Connect};
 
 const CALM: u32 = 11;
 
@@ -119,7 +127,7 @@ fn a_peer_has_a_limited_number_of_streams() {
             mesh.inbound.begun.load(Ordering::Relaxed) >= 256
         })
         .await;
-        tokio::time::sleep(Duration::from_millis(200)).await;
+        sleep(Duration::from_millis(200)).await;
         assert_eq!(mesh.inbound.begun.load(Ordering::Relaxed), 256);
     });
 }
@@ -170,12 +178,12 @@ fn one_address_has_a_limited_number_of_tunnels() {
         let echo = echo().await;
         let mut silent = Vec::new();
         for _ in 0..3 {
-            silent.push(tokio::net::TcpStream::connect(mesh.at).await.unwrap());
+            silent.push(TcpStream::connect(mesh.at).await.unwrap());
         }
         let error = mesh.connect(to(mesh.at, echo)).await.unwrap_err();
         assert_eq!(error.flag().word(), "TLS_FAILURE", "{error}");
         let error = mesh.failed.recv().await.unwrap();
-        assert!(matches!(error, Error::TooMany { most: 3, .. }), "{error}");
+        assert!(matches!(error, Error::TooMany { has: 3, .. }), "{error}");
         for _ in 0..3 {
             let error = mesh.failed.recv().await.unwrap();
             assert!(matches!(error, Error::Timeout { .. }), "{error}");
@@ -212,5 +220,152 @@ fn more_than_the_window_is_not_kept() {
         let grown = memory().saturating_sub(before);
         assert!(grown < 64 << 20, "{grown} bytes");
         is_still_served(&mesh).await;
+    });
+}
+
+/// Connects from this address of loopback.
+async fn connect_from(from: Ipv4Addr, to: SocketAddr) -> TcpStream {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind((from, 0).into()).unwrap();
+    socket.connect(to).await.unwrap()
+}
+
+/// Returns the parameters of a stream whose tunnel comes from this address of loopback.
+fn stream_from(from: Ipv4Addr, at: SocketAddr, application: SocketAddr) -> Connect {
+    let mut connect = to(at, application);
+    connect.key.from = from.into();
+    connect.dial = Arc::new(move |to| Box::pin(async move { Ok(connect_from(from, to).await) }));
+    connect
+}
+
+/// Makes the server accept tunnels to another workload.
+fn another_workload(mesh: &Mesh) -> (SocketAddr, Listening) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = listener.local_addr().unwrap();
+    let inbound = Arc::clone(&mesh.inbound);
+    let listening = mesh
+        .server
+        .listen(listener, (3, identity("server")), inbound);
+    (at, listening.unwrap())
+}
+
+#[test]
+fn unfinished_handshakes_leave_room_for_other_clients_and_workloads() {
+    run(async {
+        let settings = Settings {
+            unfinished: 100,
+            handshake: Duration::from_mins(1),
+            ..settings()
+        };
+        let mut mesh = mesh_of(settings, |_| {});
+        let (other, _listening) = another_workload(&mesh);
+        let echo = echo().await;
+        let mut silent = Vec::new();
+        for _ in 0..100 {
+            silent.push(TcpStream::connect(mesh.at).await.unwrap());
+        }
+        let error = mesh.failed.recv().await.unwrap();
+        assert!(
+            matches!(error, Error::TooMany { has: 70..80, .. }),
+            "{error}"
+        );
+        let stream = stream_from(Ipv4Addr::new(127, 0, 0, 9), mesh.at, echo);
+        round_trip(&mut mesh.open_by(stream).await.0).await;
+        // Many clients take the workload's share.
+        for number in 0..20 {
+            let from = Ipv4Addr::new(127, 0, 1, number + 1);
+            silent.push(connect_from(from, mesh.at).await);
+        }
+        sleep(Duration::from_millis(200)).await;
+        let waiting = stream_from(Ipv4Addr::new(127, 0, 0, 10), mesh.at, echo);
+        let waiting = timeout(Duration::from_millis(300), mesh.connect(waiting)).await;
+        assert!(waiting.is_err(), "the tunnel waits in the backlog");
+        let stream = stream_from(Ipv4Addr::new(127, 0, 0, 10), other, echo);
+        round_trip(&mut mesh.open_by(stream).await.0).await;
+    });
+}
+
+#[test]
+fn the_tunnels_to_one_workload_leave_room_for_others() {
+    run(async {
+        let settings = Settings {
+            tunnels_of_process: Some(10),
+            ..settings()
+        };
+        let mesh = mesh_of(settings, |_| {});
+        let (other, _listening) = another_workload(&mesh);
+        let echo = echo().await;
+        let mut tunnels = Vec::new();
+        for _ in 0..8 {
+            tunnels.push(Frames::connect(&mesh).await);
+        }
+        let ninth = Frames::connect(&mesh);
+        tokio::pin!(ninth);
+        let waiting = timeout(Duration::from_millis(300), &mut ninth).await;
+        assert!(waiting.is_err(), "the ninth tunnel waits");
+        tunnels.pop();
+        tunnels.push(ninth.await);
+        let stream = stream_from(Ipv4Addr::new(127, 0, 0, 9), other, echo);
+        round_trip(&mut mesh.open_by(stream).await.0).await;
+    });
+}
+
+#[test]
+fn handshakes_that_fail_at_once_are_limited() {
+    run(async {
+        let settings = Settings {
+            unfinished: 10,
+            ..settings()
+        };
+        let mut mesh = mesh_of(settings, |_| {});
+        for _ in 0..30 {
+            let mut socket = TcpStream::connect(mesh.at).await.unwrap();
+            socket.write_all(&[b'x'; 100]).await.unwrap();
+        }
+        sleep(Duration::from_millis(500)).await;
+        let mut failed = 0;
+        while mesh.failed.try_recv().is_ok() {
+            failed += 1;
+        }
+        assert!((1..10).contains(&failed), "{failed} handshakes");
+        for _ in failed..30 {
+            mesh.failed.recv().await.unwrap();
+        }
+        is_still_served(&mesh).await;
+    });
+}
+
+#[test]
+fn bytes_before_the_answer_are_limited() {
+    run(async {
+        let settings = Settings {
+            buffered: 1 << 20,
+            ..settings()
+        };
+        let mesh = mesh_of(settings, |server| server.hangs = true);
+        let mut frames = Frames::connect(&mesh).await;
+        // Without the acknowledgement of SETTINGS, the streams have small windows.
+        let acknowledged = frame(4, 1, 0, &[]);
+        frames.stream.write_all(&acknowledged).await.unwrap();
+        let headers = connect_headers("127.0.0.1:9");
+        for stream in [1, 3, 5, 7] {
+            let opened = frame(1, 4, stream, &headers);
+            frames.stream.write_all(&opened).await.unwrap();
+        }
+        let begun = || mesh.inbound.begun.load(Ordering::Relaxed) == 4;
+        until("all streams begin", begun).await;
+        let streams = || mesh.server.tunnels()[0].streams();
+        for (count, is_much) in [(12, false), (40, true)] {
+            for stream in [1, 3, 5, 7] {
+                let data = frame(0, 0, stream, &[0; 16 << 10]).repeat(count);
+                frames.stream.write_all(&data).await.unwrap();
+            }
+            if is_much {
+                until("streams end", || streams() <= 1).await;
+            } else {
+                sleep(Duration::from_millis(300)).await;
+                assert_eq!(streams(), 4, "the budget suffices");
+            }
+        }
     });
 }

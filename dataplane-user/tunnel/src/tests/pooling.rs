@@ -77,21 +77,25 @@ fn other_keys_have_other_tunnels() {
         let echo = echo().await;
         mesh.certificates.renew("second", 3);
         let first = to(mesh.at, echo);
-        let mut changes = vec![first.clone(); 5];
+        let mut changes = vec![first.clone(); 6];
         changes[1].key.source = identity("second");
         changes[2].key.expected = [identity("second"), identity("server")].into();
         changes[3].key.from = "127.0.0.9".parse().unwrap();
-        changes[4].key.workload = "another uid".into();
+        changes[4].key.attachment = 4;
+        changes[5].key.workload = "another uid".into();
         let mut clients = Vec::new();
         for connect in changes {
             let mut client = mesh.open_by(connect).await.0;
             round_trip(&mut client).await;
             clients.push(client);
         }
-        assert_eq!(mesh.client.tunnels().len(), 5);
-        mesh.client.end_workload("another uid");
-        until("the tunnel ends", || mesh.client.tunnels().len() == 4).await;
-        assert!(clients.pop().unwrap().read(&mut [0]).await.is_err());
+        assert_eq!(mesh.client.tunnels().len(), 6);
+        mesh.client
+            .end_outbound(|attachment, uid| attachment == 4 || uid == "another uid");
+        until("the tunnels end", || mesh.client.tunnels().len() == 4).await;
+        for mut client in clients.drain(4..) {
+            assert!(client.read(&mut [0]).await.is_err());
+        }
         round_trip(&mut clients[0]).await;
     });
 }
@@ -110,7 +114,7 @@ fn a_pending_tunnel_to_a_workload_that_ends_is_not_used() {
         let asked = mesh.connect(connect);
         let ended = async {
             sleep(Duration::from_millis(100)).await;
-            mesh.client.end_workload("uid");
+            mesh.client.end_outbound(|_, uid| uid == "uid");
         };
         let (result, ()) = tokio::join!(asked, ended);
         assert!(matches!(result, Err(Error::Ended { .. })));
@@ -163,7 +167,7 @@ fn a_peer_that_drains_keeps_its_streams_and_gets_no_new_ones() {
         let inbound = Arc::clone(&mesh.inbound);
         let _again = mesh
             .server
-            .listen(listener, identity("server"), inbound)
+            .listen(listener, (2, identity("server")), inbound)
             .unwrap();
         let (mut new, _) = mesh.open(echo).await;
         round_trip(&mut new).await;
@@ -194,7 +198,7 @@ fn a_peer_that_restarts_gets_new_tunnels() {
         let inbound = Arc::clone(&mesh.inbound);
         let _again = mesh
             .server
-            .listen(listener, identity("server"), inbound)
+            .listen(listener, (2, identity("server")), inbound)
             .unwrap();
         round_trip(&mut mesh.open(echo).await.0).await;
     });

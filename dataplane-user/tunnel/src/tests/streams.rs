@@ -64,10 +64,15 @@ fn a_request_has_the_clients_address_and_names() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let at = listener.local_addr().unwrap();
         let config = server_config(&mesh.certificates);
-        let _client = mesh.open(at).await;
-        let stream = accept(listener.accept().await.unwrap().0, config).await;
-        let mut connection = h2::server::handshake(stream).await.unwrap();
-        let (request, _) = connection.accept().await.unwrap().unwrap();
+        let asked = async {
+            let stream = accept(listener.accept().await.unwrap().0, config).await;
+            let mut connection = h2::server::handshake(stream).await.unwrap();
+            connection.accept().await.unwrap().unwrap().0
+        };
+        let request = tokio::select! {
+            request = asked => request,
+            made = mesh.connect(to(at, at)) => panic!("no answer was sent: {made:?}"),
+        };
         assert_eq!(request.method(), Method::CONNECT);
         assert_eq!(request.uri().to_string(), at.to_string());
         assert_eq!(request.headers()["forwarded"], "for=\"10.0.0.1:4000\"");

@@ -223,6 +223,17 @@ fn connections_between_nodes_are_encrypted() -> Result<()> {
             all.len() == 1 && all[0]["identity"] == identity && all[0]["overdue"] == false,
             "{certs}"
         );
+        let status = agent.dataplane(["status", "-o", "json"]).output()?;
+        let status: Value = serde_json::from_slice(&status.stdout)?;
+        let tunnels = &status["agent"]["tunnels"];
+        let direction = if name == "app" { "outbound" } else { "inbound" };
+        ensure!(
+            tunnels[0]["workload"] == format!("default/{name}")
+                && tunnels[0][direction].as_u64() > Some(0)
+                && tunnels[0]["peers"]
+                    == json!([format!("spiffe://cluster.local/ns/default/sa/{peer}")]),
+            "{tunnels}"
+        );
         let line = format!(" peer=spiffe://cluster.local/ns/default/sa/{peer} ");
         eventually(|| {
             let log = agent.log();

@@ -361,6 +361,10 @@ fn explained(
         return Verdict::Row(5);
     }
     let is_stray = talk.trouble == Some(Trouble::Stray);
+    // The kernel does not restart the timeout.
+    if is_stray && there.state == here.state && there.seconds < here.seconds {
+        return Verdict::Row(4);
+    }
     // The kernel's window is that of the stray segment.
     if is_stray && here.state == "close" && talk.has_rst(step) {
         return Verdict::Row(4);

@@ -1,5 +1,7 @@
 //! The access log: one line for each connection, at its end.
 
+mod istio;
+
 use std::{
     io::{self, Write},
     net::SocketAddr,
@@ -13,7 +15,7 @@ use std::{
 };
 
 use jiff::Timestamp;
-use model::{Identity, Workload};
+use model::Workload;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use threads::{Deaths, may_panic};
@@ -21,6 +23,7 @@ use threads::{Deaths, may_panic};
 use super::{
     direction::Direction,
     index::{Denied, Target},
+    labels::Principals,
     outcome::Flag,
 };
 
@@ -39,6 +42,11 @@ pub enum AccessLog {
     Text,
     /// One JSON object for each line
     Json,
+    /// As Istio's ztunnel writes it, as text
+    Istio,
+    /// As Istio's ztunnel writes it, as JSON
+    #[serde(rename = "istio-json")]
+    IstioJson,
     /// No access log
     Off,
 }
@@ -69,10 +77,20 @@ pub struct Record {
     pub flag: Flag,
     /// The error of the last endpoint that did not take the connection.
     pub error: Option<io::Error>,
-    /// The identity that the other side has proven: the client or the endpoint.
-    pub peer: Option<Box<Identity>>,
+    /// The identities that both sides have proven; `None`: there was no tunnel.
+    pub principals: Option<Box<Principals>>,
+    /// The workload at the other side, if it is known.
+    pub peer: Option<Arc<Workload>>,
     /// The reason if policies refused or ended the connection.
     pub denied: Option<Box<Denied>>,
+}
+
+impl Record {
+    /// Returns the error of the last endpoint, or else the policies' reason.
+    fn error(&self) -> Option<String> {
+        let error = self.error.as_ref().map(ToString::to_string);
+        error.or_else(|| self.denied.as_ref().map(ToString::to_string))
+    }
 }
 
 /// A line of the log, with its fields in the order in which they are written.
@@ -105,7 +123,7 @@ impl Line {
         // It fails only for years after 9999.
         let time = Timestamp::try_from(record.ended).unwrap_or_default();
         let denied = record.denied.as_deref();
-        let error = record.error.as_ref().map(ToString::to_string);
+        let peer = record.principals.as_ref().and_then(|of| of.peer.as_ref());
         Self {
             time: format!("{time:.3}"),
             workload: record.workload.name.to_string(),
@@ -114,13 +132,13 @@ impl Line {
             dst: record.destination.to_string(),
             service: record.target.as_ref().map(|t| t.service().to_string()),
             endpoint: record.endpoint.map(|endpoint| endpoint.to_string()),
-            peer: record.peer.as_ref().map(ToString::to_string),
+            peer: peer.map(ToString::to_string),
             bytes_received: record.bytes[0],
             bytes_sent: record.bytes[1],
             duration_ms: (record.duration.as_secs_f64() * 1e6).round() / 1e3,
             response_flags: record.flag.word(),
             policy: denied.and_then(|of| of.policy.as_ref().map(ToString::to_string)),
-            error: error.or_else(|| denied.map(ToString::to_string)),
+            error: record.error(),
         }
     }
 
@@ -225,18 +243,22 @@ fn write_all(records: &Receiver<Option<Record>>, format: AccessLog, mut out: imp
                 closed = true;
                 break;
             };
-            let line = Line::of(&record);
             // Writing to memory does not fail.
             let _ = match format {
-                AccessLog::Json => serde_json::to_writer(&mut buffer, &line)
-                    .map_err(io::Error::from)
-                    .and_then(|()| writeln!(buffer)),
-                AccessLog::Text | AccessLog::Off => line.write(&mut buffer),
+                AccessLog::Json => write_json(&Line::of(&record), &mut buffer),
+                AccessLog::Istio => istio::Line::of(&record).write(&mut buffer),
+                AccessLog::IstioJson => write_json(&istio::Line::of(&record), &mut buffer),
+                AccessLog::Text | AccessLog::Off => Line::of(&record).write(&mut buffer),
             };
         }
         // An error does not matter: the reader is gone.
         let _ = out.write_all(&buffer).and_then(|()| out.flush());
     }
+}
+
+fn write_json(line: &impl Serialize, out: &mut Vec<u8>) -> io::Result<()> {
+    serde_json::to_writer(&mut *out, line)?;
+    writeln!(out)
 }
 
 #[cfg(test)]
@@ -278,6 +300,7 @@ mod tests {
                 duration: Duration::from_micros(1500),
                 flag: Flag::ConnectFailure,
                 error: Some(io::Error::other("no")),
+                principals: None,
                 peer: None,
                 denied: None,
             });
