@@ -145,8 +145,11 @@ impl World {
     pub fn restart(&mut self, denied: &[&str]) -> Result<()> {
         self.ztunnel = None;
         let config = self.state.path().join("ztunnel.yaml");
-        // Its ports are keys that are numbers, which JSON does not have.
-        let text = self.config(denied).to_string().replace("\"80\":", "80: ");
+        // JSON, except for what only YAML has: keys that are numbers, and tags.
+        let text = self.config(denied).to_string();
+        let text = text
+            .replace("\"80\":", "80: ")
+            .replace("\"!Exact ", "!Exact \"");
         fs::write(&config, text)?;
         let mut append = File::options();
         let log = append.create(true).append(true).open(self.log())?;
@@ -205,13 +208,13 @@ impl World {
         let mut by_waypoint = service("by-waypoint", "10.96.0.12");
         by_waypoint["waypoint"] = json!({ "destination": "/10.244.1.8", "hboneMtlsPort": 15008 });
         let policies = denied.iter().map(|account| {
-            let principal = format!("cluster.local/ns/default/sa/{account}");
+            let principal = format!("!Exact cluster.local/ns/default/sa/{account}");
             json!({
                 "name": format!("deny-{account}"),
                 "namespace": "default",
                 "scope": "Namespace",
                 "action": "Deny",
-                "rules": [[[{ "principals": [{ "Exact": principal }] }]]],
+                "rules": [[[{ "principals": [principal] }]]],
                 "dryRun": false,
             })
         });
