@@ -324,6 +324,13 @@ fn a_stream_to_another_address_than_the_workloads_is_refused() {
         let wanted = if authority.starts_with('[') { 503 } else { 400 };
         assert_eq!(status, wanted, "{authority}");
     }
+    let lines = world.end();
+    let of = format!("dst={} ", elsewhere.local_addr().unwrap());
+    let line = lines.iter().find(|line| line.contains(&of)).unwrap();
+    assert!(
+        line.contains(" inbound ") && line.contains("flags=NR error="),
+        "{line}"
+    );
 }
 
 #[test]

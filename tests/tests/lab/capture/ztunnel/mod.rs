@@ -252,7 +252,10 @@ fn each_side_refuses_as_the_other_expects() -> Result<()> {
         // namespace of `far` translate the address of `moved` to `far`.
         let report = ask(world.far(), "10.96.0.12:80", "http")?;
         ensure!(report.answered == 0, "by a waypoint: {report:?}");
-        eventually(|| world.ztunnel_says(&["dst.hbone_addr=10.96.0.12:80", "400"]))?;
+        eventually(|| {
+            world.ztunnel_says(&["dst.hbone_addr=10.96.0.12:80", "400"])?;
+            world.we_say(&["inbound", "dst=10.96.0.12:80", "flags=NR"])
+        })?;
         let report = ask(world.app(), "10.244.2.99:80", "http")?;
         ensure!(report.answered == 0, "moved: {report:?}");
         eventually(|| world.we_say(&["dst=10.244.2.99:80", "flags=CONNECT", "400"]))?;
