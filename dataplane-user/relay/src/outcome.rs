@@ -9,7 +9,7 @@ pub enum Flag {
     None,
     /// The service has no endpoint.
     NoEndpoint,
-    /// The service has no such port.
+    /// The service has no such port; or the peer of a tunnel asks for an address that the workload does not have.
     NoRoute,
     /// Egress is denied, and the destination is not in the snapshot; the client is not in `loadBalancerSourceRanges`; or
     /// Istio's policies refuse the connection, or ended it.

@@ -211,6 +211,7 @@ const ALL: &[&[Scenario]] = &[
     capture::TAKEOVER,
     capture::TROUBLE,
     capture::TUNNELS,
+    capture::ZTUNNEL,
     netfilter::SCENARIOS,
     kernel::SCENARIOS,
     kernel::PROGRAMS,

@@ -46,14 +46,17 @@ impl Arrive {
     fn begin(&self, request: Request) -> Result<(Session, SocketAddr), Refusal> {
         let destination = request.destination().ok_or(Refusal::BadRequest)?;
         let destination = socket::plain(destination);
-        if !self.attached.workload.addresses.contains(&destination.ip()) {
-            return Err(Refusal::BadRequest);
-        }
         let inbound = Direction::Inbound;
         let permit = Permit::acquire(&self.attached, inbound).ok_or(Refusal::Unavailable)?;
         let (client, now) = (request.client, Instant::now());
         let mut session = Session::begin(permit, inbound, client, destination, 1, now);
         session.prove(self.own.clone(), request.peer);
+        if !self.attached.workload.addresses.contains(&destination.ip()) {
+            let text = "the peer asks for an address that the workload does not have";
+            session.failed(io::Error::other(text));
+            session.end(Flag::NoRoute);
+            return Err(Refusal::BadRequest);
+        }
         let (_, index) = self.shared.relay.index();
         if let Err(refusal) = session.route(&index) {
             session.end(refusal.flag);

@@ -162,14 +162,14 @@ fn dialling(shared: &Shared, session: &Session) -> Dial {
     })
 }
 
-/// Returns the header `baggage` with the names of the client, as Istio's proxies send it.
-fn baggage(workload: &Workload) -> Option<HeaderValue> {
+/// Returns the header `baggage` with the names of the client, as Istio's proxies send it. For these, `k8s.pod.name`,
+/// `k8s.deployment.name` and others are the same field, and the last one counts: so there is only one of them.
+pub(super) fn baggage(workload: &Workload) -> Option<HeaderValue> {
     let telemetry = &workload.telemetry;
     let text = format!(
-        "k8s.namespace.name={},k8s.deployment.name={},k8s.pod.name={},service.name={},service.version={}",
+        "k8s.namespace.name={},k8s.deployment.name={},service.name={},service.version={}",
         workload.name.namespace(),
         telemetry.workload,
-        workload.name.name(),
         telemetry.canonical_service,
         telemetry.canonical_revision,
     );

@@ -31,6 +31,7 @@ mod starts;
 mod takeover;
 mod trouble;
 mod tunnels;
+mod ztunnel;
 
 pub use authorization::SCENARIOS as AUTHORIZATION;
 pub use boot::SCENARIOS as BOOT;
@@ -60,6 +61,7 @@ pub use starts::SCENARIOS as STARTS;
 pub use takeover::SCENARIOS as TAKEOVER;
 pub use trouble::SCENARIOS as TROUBLE;
 pub use tunnels::SCENARIOS as TUNNELS;
+pub use ztunnel::SCENARIOS as ZTUNNEL;
 
 use std::{fs, path::PathBuf};
 

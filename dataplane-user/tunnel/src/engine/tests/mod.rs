@@ -19,7 +19,7 @@ use relay::{Attachment, Direction};
 use smallvec::smallvec;
 use threads::none_dies;
 
-use super::{Engine, Manner};
+use super::{Engine, Manner, carry::baggage};
 use crate::{
     Tunnels,
     error::Error,
@@ -327,6 +327,13 @@ fn a_stream_to_another_address_than_the_workloads_is_refused() {
         let wanted = if authority.starts_with('[') { 503 } else { 400 };
         assert_eq!(status, wanted, "{authority}");
     }
+    let lines = world.end();
+    let of = format!("dst={} ", elsewhere.local_addr().unwrap());
+    let line = lines.iter().find(|line| line.contains(&of)).unwrap();
+    assert!(
+        line.contains(" inbound ") && line.contains("flags=NR error="),
+        "{line}"
+    );
 }
 
 #[test]
@@ -363,6 +370,16 @@ fn tunnels_to_a_workload_end_with_it() {
     assert!(
         lines.iter().any(|line| line.contains("flags=TLS_FAILURE")),
         "{lines:?}"
+    );
+}
+
+#[test]
+fn a_workload_has_one_name_in_the_baggage() {
+    let mut of = Workload::clone(&workload("web-7d4b9c6f5-x2x4z", &[]));
+    of.telemetry = model::Telemetry::new("web", None);
+    assert_eq!(
+        baggage(&of).unwrap(),
+        "k8s.namespace.name=shop,k8s.deployment.name=web,service.name=web,service.version=latest"
     );
 }
 

@@ -143,22 +143,10 @@ impl World {
         self.lab.pod("app")
     }
 
-    /// Wants frames of both nodes to show no plaintext, and nothing between `app` and `far` but tunnels. Returns the number of
-    /// packets of tunnels.
+    /// As [`only_tunnels`], between `app` and `far`.
     fn only_tunnels(&self, taps: &[std::os::fd::OwnedFd]) -> Result<usize> {
         let ends = [self.app(), self.lab.pod("far")].map(|host| host.addresses()[0]);
-        let mut tunnelled = 0;
-        for frame in taps.iter().flat_map(arrived) {
-            ensure!(!has(&frame, PLAINTEXT), "plaintext on the wire: {frame:?}");
-            let Some((from, to, ports)) = tcp(&frame) else {
-                continue;
-            };
-            if ends.contains(&from) && ends.contains(&to) {
-                ensure!(ports.contains(&HBONE), "{from} to {to}: {ports:?}");
-                tunnelled += 1;
-            }
-        }
-        Ok(tunnelled)
+        only_tunnels(taps, &ends)
     }
 
     fn taps(&self) -> Result<Vec<std::os::fd::OwnedFd>> {
@@ -176,6 +164,23 @@ impl World {
         }
         Ok(())
     }
+}
+
+/// Wants frames of nodes to show no plaintext, and nothing between these addresses but tunnels. Returns the number of packets
+/// of tunnels, over IPv4.
+pub fn only_tunnels(taps: &[std::os::fd::OwnedFd], ends: &[IpAddr]) -> Result<usize> {
+    let mut tunnelled = 0;
+    for frame in taps.iter().flat_map(arrived) {
+        ensure!(!has(&frame, PLAINTEXT), "plaintext on the wire: {frame:?}");
+        let Some((from, to, ports)) = tcp(&frame) else {
+            continue;
+        };
+        if ends.contains(&from) && ends.contains(&to) {
+            ensure!(ports.contains(&HBONE), "{from} to {to}: {ports:?}");
+            tunnelled += 1;
+        }
+    }
+    Ok(tunnelled)
 }
 
 fn has(frame: &[u8], pattern: &[u8]) -> bool {
