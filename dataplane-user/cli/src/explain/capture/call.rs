@@ -114,7 +114,6 @@ impl Call<'_> {
         let frontend = self.frontend();
         let block = decide::Tables::pool(self.tables, frontend.pool()).map(|pool| pool.block);
         let flags = block.map_or(0, Block::flags);
-        let has_flag = flags & Block::HBONE != 0;
         let has_waypoint = if frontend.is_none() {
             self.known() & WAYPOINT != 0
         } else {
