@@ -103,7 +103,7 @@ pub fn leave_to_judge(left: u32) {
     // SAFETY: the helpers have no preconditions.
     unsafe {
         if bpf_get_retval() == 0 {
-            bpf_set_retval(JUDGED + left as i32);
+            bpf_set_retval(JUDGED + left.cast_signed());
         }
     }
 }
@@ -113,7 +113,9 @@ pub fn leave_to_judge(left: u32) {
 #[inline(always)]
 pub fn refusal(request: &Request, verdict: &Verdict) -> Option<Reason> {
     // SAFETY: the helper has no preconditions.
-    let left = unsafe { bpf_get_retval() }.wrapping_sub(JUDGED) as u32;
+    let left = unsafe { bpf_get_retval() }
+        .wrapping_sub(JUDGED)
+        .cast_unsigned();
     if left == 0 || left > EGRESS | PLAIN {
         return None;
     }

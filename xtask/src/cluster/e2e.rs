@@ -51,6 +51,10 @@ const LEFT_OUT: [&str; 11] = [
 ///
 /// Images come from $KUBERNETES_BIN/images/*.tar (`docker save`). If there are none, stand-ins are made of Debian's
 /// packages and Kubernetes' agnhost.
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is an option of the command line"
+)]
 #[derive(Debug, clap::Args)]
 pub struct Arguments {
     /// Only specs whose name contains this text, or one of several texts separated by |
