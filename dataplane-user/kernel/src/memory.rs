@@ -16,10 +16,13 @@ pub fn give_back_freed_memory() {
 ///
 /// By default the C library does so only until the agent frees the first such allocation. Then it takes allocations of this size
 /// from the heap, and small allocations after them prevent their return to the kernel (`M_MMAP_THRESHOLD` in `mallopt(3)`).
+/// Fixing this size also fixes the free memory at a heap's end that the C library keeps, at 128 KiB: tunnels would return the
+/// memory of each read to the kernel, and get new pages for the next one. So the C library keeps 16 MiB (`M_TRIM_THRESHOLD`).
 pub fn return_large_allocations() {
-    // SAFETY: changes a setting of the C library's.
+    // SAFETY: changes settings of the C library's.
     #[cfg(target_env = "gnu")]
     unsafe {
         libc::mallopt(libc::M_MMAP_THRESHOLD, 128 << 10);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, 16 << 20);
     }
 }
