@@ -54,7 +54,7 @@ pub use rules::{
     CapturedBy, DNS, Egress, Inbound, Layers, Mode, Policy, RefusedInbound, Rules, WithoutProxy,
 };
 pub use service::{
-    Endpoint, Part, Service, ServicePort, ServiceType, Shares, Split, TrafficPolicy, VipPort,
+    Claim, Endpoint, Part, Service, ServicePort, ServiceType, Shares, Split, TrafficPolicy, VipPort,
 };
 pub use topology::{Hints, Locality, Preference, Reach};
 pub use waypoint::{NoGateway, Waypoint};

@@ -4,9 +4,9 @@ use std::collections::{HashMap, hash_map::Entry};
 
 use dataplane_common::tables::FrontendKey;
 use imbl::{OrdMap, OrdSet};
-use model::{Service, ServiceName};
+use model::{Claim, Service, ServiceName};
 
-use super::wanted::{Claim, WantedKey};
+use super::wanted::WantedKey;
 
 /// The claims to keys, and the owner of each key.
 #[derive(Debug, Default)]

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use dataplane_common::tables::FrontendKey;
 use imbl::{OrdMap, OrdSet, Vector};
-use model::{Problem, ServiceName, Snapshot};
+use model::{Claim, Problem, ServiceName, Snapshot};
 
-use super::{Conflict, PoolOwner, claims::Rank, wanted::Claim};
+use super::{Conflict, PoolOwner, claims::Rank};
 
 /// The objects that a plan serves, and those that it leaves out, as of [`Planner::served`](super::Planner::served). A clone
 /// is cheap.

@@ -16,7 +16,9 @@ use dataplane_common::{
     tables::{Block, Endpoint, FrontendKey, Kind},
 };
 use ipnet::IpNet;
-use model::{Service, ServicePort, ServiceType, Shares, TrafficPolicy, Weights, most_places};
+use model::{
+    Claim, Service, ServicePort, ServiceType, Shares, TrafficPolicy, Weights, most_places,
+};
 
 use super::{blocks::slots, shares::Entries};
 
@@ -31,26 +33,6 @@ pub(super) struct WantedKey {
     pub(super) policy: TrafficPolicy,
     /// The strongest of the service's claims to the key.
     pub(super) claim: Claim,
-}
-
-/// Kinds of claims to a key, the strongest first. A stronger claim wins, whatever the age of the services: an author
-/// cannot take an address that the cluster assigned to another service.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Claim {
-    /// `spec.clusterIPs`.
-    ClusterIp,
-    /// `nodePort`.
-    NodePort,
-    /// `status.loadBalancer.ingress`.
-    LoadBalancer,
-    /// An address that this node assigned to a host of a ServiceEntry.
-    GivenToEntry,
-    /// `spec.externalIPs`.
-    ExternalIp,
-    /// A pod's `hostPort`.
-    HostPort,
-    /// `spec.addresses` of a ServiceEntry, and those of its `status`.
-    NamedByEntry,
 }
 
 impl WantedKey {
@@ -145,14 +127,13 @@ pub(super) fn keys(service: &Service, keys: &mut Vec<WantedKey>) {
         [] => BTreeSet::new(),
         _ => load_balancer_ips.iter().copied().collect(),
     };
-    let claim = |addr: &Addr, kind| match kind {
-        _ if service.kind == ServiceType::HostPort => Claim::HostPort,
-        Kind::EXTERNAL_IP if service.kind == ServiceType::Entry => Claim::NamedByEntry,
-        _ if service.kind == ServiceType::Entry => Claim::GivenToEntry,
-        Kind::CLUSTER_IP | Kind::CLUSTER_ADDRESS => Claim::ClusterIp,
-        Kind::NODE_PORT => Claim::NodePort,
-        Kind::EXTERNAL_IP if !of_both.contains(addr) => Claim::ExternalIp,
-        _ => Claim::LoadBalancer,
+    let claim = |addr: &Addr, kind| {
+        service.claim(match kind {
+            Kind::CLUSTER_IP | Kind::CLUSTER_ADDRESS => Claim::ClusterIp,
+            Kind::NODE_PORT => Claim::NodePort,
+            Kind::EXTERNAL_IP if !of_both.contains(addr) => Claim::ExternalIp,
+            _ => Claim::LoadBalancer,
+        })
     };
 
     let every = TrafficPolicy::Cluster;

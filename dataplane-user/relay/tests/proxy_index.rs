@@ -193,10 +193,10 @@ proptest! {
         }
     }
 
-    /// If several services claim one address, the oldest serves it. A service without a creation time counts as the
-    /// youngest.
+    /// If several services claim one address, the strongest claim serves it: a cluster IP, then a node port, then an external IP.
+    /// Of equal claims, the oldest service's does. A service without a creation time counts as the youngest.
     #[test]
-    fn the_oldest_service_serves_an_address(services in prop::collection::vec(service(), 0..6)) {
+    fn the_strongest_claim_serves_an_address(services in prop::collection::vec(service(), 0..6)) {
         let snapshot = snapshot(services);
         let index = Index::default().updated(snapshot.clone());
         for (at, target) in targets(&index) {
@@ -209,8 +209,22 @@ proptest! {
                                 && snapshot.node.addresses.contains(&at.ip())))
                 })
             });
-            let oldest = claims.min_by_key(|s| (s.created.is_none(), s.created, s.name.clone()));
-            prop_assert_eq!(Some(target.service()), oldest.map(|service| &service.name), "{}", at);
+            let weakness = |service: &Service| {
+                let by = |ips: &[IpAddr]| {
+                    let has_port = service.ports.iter().any(|port| port.protocol == Protocol::Tcp && port.port == at.port());
+                    has_port && ips.contains(&at.ip())
+                };
+                match () {
+                    () if by(&service.cluster_ips) => 0,
+                    () if !by(&service.external_ips) => 1,
+                    // A node port, too.
+                    () if service.ports.iter().any(|port| port.node_port == Some(at.port()))
+                        && snapshot.node.addresses.contains(&at.ip()) => 1,
+                    () => 2,
+                }
+            };
+            let first = claims.min_by_key(|s| (weakness(s), s.created.is_none(), s.created, s.name.clone()));
+            prop_assert_eq!(Some(target.service()), first.map(|service| &service.name), "{}", at);
         }
     }
 

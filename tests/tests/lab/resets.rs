@@ -440,17 +440,27 @@ fn a_half_closed_connection_keeps_its_endpoint() -> Result<()> {
                 Port::new(vip.1),
                 Protocol::TCP,
             );
-            let send = |bits, numbers| -> Result<Flow> {
+            let throw = |at, from, to, bits, numbers| -> Result<Flow> {
                 let segment = Packet {
                     numbers,
-                    ..packet(true, client, vip, bits)
+                    ..packet(true, from, to, bits)
                 };
-                scene.throw("veth-near", false, &segment.frame())?;
+                scene.throw(at, false, &segment.frame())?;
                 let to = scene.rig.conntrack.get(&key).context("no flow")?;
                 Ok(Flow { key, to })
             };
+            let send = |bits, numbers| throw("veth-near", client, vip, bits, numbers);
             let before = send(flags::SYN, [CLIENT, 0])?;
-            let closed = send(flags::FIN | flags::ACK, [CLIENT + 1, SERVER])?;
+            // An endpoint that is the client itself sees an address of the node's.
+            let seen = match before.to.node_addr {
+                0 => client,
+                node => (scene.world.node_addr(node).ip(), before.to.node_port.host()),
+            };
+            let endpoint = (before.endpoint().ip(), before.endpoint().port());
+            let at = at_of(scene, endpoint.0);
+            let answer = flags::SYN | flags::ACK;
+            throw(at, endpoint, seen, answer, [SERVER, CLIENT + 1])?;
+            let closed = send(flags::FIN | flags::ACK, [CLIENT + 1, SERVER + 1])?;
             ensure!(closed.state() == State::FinWait, "{closed:?}");
             let after = send(flags::SYN, [CLIENT + (1 << 30), 0])?;
             ensure!(

@@ -444,10 +444,12 @@ mod tests {
     #[test]
     fn the_core_is_of_scenarios_that_there_are() {
         for wanted in CORE.split(' ') {
-            let (module, scenario) = wanted.split_once("::").unwrap_or((wanted, ""));
-            let path = format!("tests/tests/lab/{module}.rs");
-            let text = fs::read_to_string(workspace::root().join(&path));
-            let text = text.unwrap_or_else(|error| panic!("{path}: {error}"));
+            let (module, scenario) = wanted.rsplit_once("::").unwrap_or((wanted, ""));
+            let path = format!("tests/tests/lab/{}", module.replace("::", "/"));
+            let path = workspace::root().join(path);
+            let texts = [path.with_extension("rs"), path.join("mod.rs")].map(fs::read_to_string);
+            let text = texts.into_iter().find_map(Result::ok);
+            let text = text.unwrap_or_else(|| panic!("no {}", path.display()));
             let line = format!("\n    {scenario},\n");
             assert!(scenario.is_empty() || text.contains(&line), "no {wanted}");
         }

@@ -1,6 +1,11 @@
 //! Connections that went directly to a workload with the mode `auto` before a policy selected it, and that its policies forbid.
 
-use std::{collections::BTreeMap, mem, net::SocketAddr};
+use std::{
+    collections::BTreeMap,
+    mem,
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
 
 use dataplane_common::capture::Enrolled;
 use kernel::{Kernel, Namespace};
@@ -13,8 +18,13 @@ use tracing::info;
 
 use super::Mesh;
 
-/// The policies by which the connections of workloads were judged last, by the cookies of their network namespaces.
-pub(super) type Judged = BTreeMap<u64, Policies>;
+/// The policies by which the connections of workloads were judged last, and when to judge again, by the cookies of their network
+/// namespaces.
+pub(super) type Judged = BTreeMap<u64, (Policies, Option<Instant>)>;
+
+/// After this time, connections are judged again: a client can delay the end of a handshake for as long as the kernel repeats its
+/// SYN-ACK, 63 s by default (`net.ipv4.tcp_synack_retries`).
+const HANDSHAKE: Duration = Duration::from_secs(130);
 
 impl Mesh {
     /// Ends the connections that went directly to workloads and that their policies forbid, after each change of the policies. Returns
@@ -39,7 +49,10 @@ impl Mesh {
                     .extend(last.map(|last| (namespace.cookie, last)));
                 continue;
             }
-            if last.as_ref() != Some(&policies) {
+            let now = Instant::now();
+            let is_new = last.as_ref().is_none_or(|(last, _)| *last != policies);
+            let mut again = last.and_then(|(_, again)| again);
+            if is_new || again.is_some_and(|again| again <= now) {
                 // A dry run changes nothing.
                 let is_forbidden = |client: SocketAddr, own| {
                     let connection = Connection::new(None, client.ip(), own);
@@ -60,8 +73,9 @@ impl Mesh {
                         continue;
                     }
                 }
+                again = is_new.then(|| now + HANDSHAKE);
             }
-            self.judged.insert(namespace.cookie, policies);
+            self.judged.insert(namespace.cookie, (policies, again));
         }
         failed
     }

@@ -59,10 +59,10 @@ pub(crate) fn destroy_arrived(
                 let Ok((socket, rest)) = Listed::read_from_prefix(answer) else {
                     return;
                 };
-                let arrived = measured.contains(&socket.id.cookie())
-                    || noted::<Meter>(rest).is_some_and(|meter| is_of(&meter));
                 let [own, client] = socket.ends();
-                if arrived && ports.contains(&own.port()) && is_forbidden(client, own) {
+                let arrived = noted::<Meter>(rest).is_some_and(|meter| is_of(&meter))
+                    || measured.contains(&socket.id.cookie()) && ports.contains(&own.port());
+                if arrived && is_forbidden(client, own) {
                     found.push(socket);
                 }
             })?;

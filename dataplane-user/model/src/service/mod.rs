@@ -1,5 +1,6 @@
 //! Services and their endpoints, in Kubernetes' terms.
 
+mod claim;
 mod split;
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
@@ -7,7 +8,10 @@ use std::{net::IpAddr, sync::Arc, time::Duration};
 use ipnet::IpNet;
 use smallvec::SmallVec;
 
-pub use self::split::{Part, Shares, Split};
+pub use self::{
+    claim::Claim,
+    split::{Part, Shares, Split},
+};
 use super::{Hints, Named, NamedProtocol, Protocol, Reach, Records, ServiceName, Weights};
 
 /// `spec.type`, or where else it comes from.

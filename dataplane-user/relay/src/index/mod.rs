@@ -261,11 +261,16 @@ impl Index {
         }
     }
 
-    /// Whether it may connect to a service: each endpoint is a Pod's, or in a range that the operator has stated.
+    /// Whether it may connect to a service: it has endpoints, and each of them is a Pod's, or in a range that the operator
+    /// has stated.
     pub fn is_service_reachable(&self, target: &Target, v4: bool) -> bool {
         let Some(stated) = &self.snapshot.reachable else {
             return true;
         };
+        // Without this, its waypoint would be reached.
+        if !target.has_endpoint(v4) {
+            return false;
+        }
         target.endpoints(v4).all(|endpoint| {
             self.workloads.contains_key(&endpoint.ip()) || stated.has_address(endpoint.ip())
         })

@@ -7,7 +7,7 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use model::{Protocol, Service, ServiceName, ServicePort, Shares, TrafficPolicy, Weights};
+use model::{Claim, Protocol, Service, ServiceName, ServicePort, Shares, TrafficPolicy, Weights};
 use rand::seq::IteratorRandom;
 use smallvec::SmallVec;
 
@@ -17,6 +17,7 @@ pub struct Target {
     pub(super) service: Arc<Service>,
     port: usize,
     policy: TrafficPolicy,
+    claim: Claim,
     /// Whether the service's source ranges apply.
     guarded: bool,
     /// For IPv4 and IPv6; computed at the first connection.
@@ -39,6 +40,8 @@ struct Candidates {
 pub(super) struct Access {
     port: usize,
     policy: TrafficPolicy,
+    /// How the service claims the address.
+    claim: Claim,
     guarded: bool,
 }
 
@@ -54,25 +57,35 @@ pub(super) fn addresses<'a>(
         .enumerate()
         .filter(tcp)
         .flat_map(move |(number, port)| {
-            let access = move |policy, guarded| Access {
+            let access = move |policy, claim| Access {
                 port: number,
                 policy,
-                guarded,
+                claim: service.claim(claim),
+                guarded: false,
             };
-            let inside = access(service.internal_policy, false);
+            let inside = access(service.internal_policy, Claim::ClusterIp);
             // externalTrafficPolicy is for clients from outside. A pod or the node itself reaches an
             // external address with either policy.
-            let outside = access(TrafficPolicy::Cluster, false);
-            let guarded = access(TrafficPolicy::Cluster, true);
+            let outside = move |claim| access(TrafficPolicy::Cluster, claim);
             let cluster = service.cluster_ips.iter().map(move |ip| (*ip, inside));
-            let external = service.external_ips.iter().map(move |ip| (*ip, outside));
+            let external = service.external_ips.iter();
+            // As in the kernel's tables, an address of both kinds is claimed as the load balancer's.
+            let external = external.map(move |ip| {
+                let of_both = service.load_balancer_ips.contains(ip);
+                let claims = [Claim::ExternalIp, Claim::LoadBalancer];
+                (*ip, outside(claims[usize::from(of_both)]))
+            });
+            let guarded = Access {
+                guarded: true,
+                ..outside(Claim::LoadBalancer)
+            };
             let balancer = service.load_balancer_ips.iter();
             let balancer = balancer.map(move |ip| (*ip, guarded));
             let vips = cluster.chain(external).chain(balancer);
             let vips = vips.map(move |(ip, access)| (SocketAddr::new(ip, port.port), access));
             let node_port = port.node_port.into_iter().flat_map(move |number| {
                 let at = node.iter().map(move |ip| SocketAddr::new(*ip, number));
-                at.map(move |at| (at, outside))
+                at.map(move |at| (at, outside(Claim::NodePort)))
             });
             vips.chain(node_port)
         })
@@ -91,6 +104,7 @@ pub(super) fn frontends(service: &Arc<Service>, node: &[IpAddr]) -> Vec<(SocketA
                 service: Arc::clone(service),
                 port: access.port,
                 policy: access.policy,
+                claim: access.claim,
                 guarded: access.guarded,
                 candidates: Default::default(),
             });
@@ -199,14 +213,15 @@ impl Target {
         })
     }
 
-    /// Whether this target serves an address that both claim: the older service does, as in the kernel's
-    /// tables.
+    /// Whether this target serves an address that both claim: the stronger claim does, and of equal claims the older
+    /// service's, as in the kernel's tables.
     pub(super) fn precedes(&self, other: &Self) -> bool {
         let age = |target: &Self| {
             let created = target.service.created;
             (Reverse(created.is_some()), created)
         };
-        (age(self), &self.service.name) < (age(other), &other.service.name)
+        let rank = |target: &Self| (target.claim, age(target));
+        (rank(self), &self.service.name) < (rank(other), &other.service.name)
     }
 }
 

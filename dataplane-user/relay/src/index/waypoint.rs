@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use model::{GatewayAddress, Waypoint, Workload};
+use model::{GatewayAddress, ServiceName, Waypoint, Workload};
 
 use super::{Found, Index, Target};
 
@@ -83,17 +83,24 @@ impl Index {
             Err(why) => return Some(Err(format!("waypoint {name} cannot be used: {why}"))),
         };
         let addresses = gateway.addresses.iter();
-        let addresses = addresses.flat_map(|address| match address {
-            GatewayAddress::Ip(ip) => std::slice::from_ref(ip),
-            GatewayAddress::Service(name) => {
-                let service = self.snapshot.services.get(name);
-                service.map_or(&[][..], |service| &service.cluster_ips[..])
-            }
+        let mut found = addresses.flat_map(|address| {
+            let (ips, named) = match address {
+                GatewayAddress::Ip(ip) => (std::slice::from_ref(ip), None),
+                GatewayAddress::Service(name) => {
+                    let service = self.snapshot.services.get(name);
+                    let ips = service.map_or(&[][..], |service| &service.cluster_ips[..]);
+                    (ips, Some(name))
+                }
+            };
+            let of = waypoint.name.namespace();
+            let found = ips
+                .iter()
+                .filter_map(move |ip| self.entrance(SocketAddr::new(*ip, PORT), named, of));
+            found.collect::<Vec<_>>()
         });
-        let mut found = addresses.filter_map(|ip| self.entrance(SocketAddr::new(*ip, PORT)));
         let Some((target, at)) = found.next() else {
             return Some(Err(format!(
-                "waypoint {name} cannot be used: no address of the Gateway leads to a Pod at port {PORT}"
+                "waypoint {name} cannot be used: no address of the Gateway leads to a Pod of its namespace at port {PORT}"
             )));
         };
         let is_own = |pod: SocketAddr| {
@@ -114,11 +121,24 @@ impl Index {
         }))
     }
 
-    /// Returns the service and the address by which a waypoint is reached. `None`: the address leads to no Pod.
-    fn entrance(&self, at: SocketAddr) -> Option<(Option<Arc<Target>>, SocketAddr)> {
+    /// Returns the service and the address by which a waypoint is reached. `None`: the address leads to no Pod, or to another
+    /// author's: any tenant may claim an address. It has to lead to the service of this name, or else into the Gateway's namespace.
+    fn entrance(
+        &self,
+        at: SocketAddr,
+        named: Option<&ServiceName>,
+        namespace: &str,
+    ) -> Option<(Option<Arc<Target>>, SocketAddr)> {
         match self.find(at) {
-            Found::Service(target) if target.has_endpoint(at.is_ipv4()) => Some((Some(target), at)),
-            Found::Known if self.workload(at.ip()).is_some() => Some((None, at)),
+            Found::Service(target) if target.has_endpoint(at.is_ipv4()) => {
+                let service = target.service();
+                let is_its = named.map_or(service.namespace() == namespace, |name| name == service);
+                is_its.then_some((Some(target), at))
+            }
+            Found::Known => {
+                let pod = self.workload(at.ip())?;
+                (pod.name.namespace() == namespace).then_some((None, at))
+            }
             _ => None,
         }
     }
