@@ -77,7 +77,7 @@ fn with_outside() -> Result<(World, Host, Process)> {
 }
 
 /// Outbound, to a service whose endpoint's address is another service's external IP; and inbound, to an application
-/// whose address is a service's.
+/// whose address is a service's. An older service does not get another's cluster IP.
 fn what_the_proxy_has_routed_goes_there() -> Result<()> {
     for keeps in [true, false] {
         let mut world = World::new()?.by_packets();
@@ -90,6 +90,11 @@ fn what_the_proxy_has_routed_goes_there() -> Result<()> {
             thief("of-one", 30, &one, world.lab.pod("two")),
             thief("of-far", 31, &far, world.lab.pod("two")),
             thief("of-app", 32, &app, world.lab.pod("two")),
+            // An older one's claim to a cluster IP of others, which is weaker.
+            service("of-near", 33, world.lab.pod("two"))
+                .in_namespace("thief")
+                .set("externalIPs", vec!["10.96.0.20", "fd00:96::20"])
+                .created("2001-01-01T00:00:00Z"),
         ])?;
         world.capture(json!({ "keepSource": keeps }), json!({ "mode": "proxy" }))?;
         for (number, by) in [(20, "one"), (21, "far")] {
