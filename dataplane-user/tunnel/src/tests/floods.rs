@@ -181,7 +181,9 @@ fn one_address_has_a_limited_number_of_tunnels() {
             silent.push(TcpStream::connect(mesh.at).await.unwrap());
         }
         let error = mesh.connect(to(mesh.at, echo)).await.unwrap_err();
-        assert_eq!(error.flag().word(), "TLS_FAILURE", "{error}");
+        // The reset may come before the end of `connect`.
+        let flag = error.flag().word();
+        assert!(["TLS_FAILURE", "CONNECT"].contains(&flag), "{error}");
         let error = mesh.failed.recv().await.unwrap();
         assert!(matches!(error, Error::TooMany { has: 3, .. }), "{error}");
         for _ in 0..3 {

@@ -291,7 +291,11 @@ fn without_a_tunnel_there_is_no_connection() {
     let world = World::new();
     let name = WorkloadName::new("shop", "server");
     world.proxy.remove(&name, Duration::ZERO);
-    thread::sleep(Duration::from_millis(100));
+    let end = Instant::now() + PATIENCE;
+    while TcpStream::connect(world.tunnels).is_ok() {
+        assert!(Instant::now() < end, "tunnels are accepted");
+        thread::sleep(Duration::from_millis(10));
+    }
     let mut client = world.connect();
     let _ = client.write_all(b"secret");
     let error = read(&client).unwrap_err();
