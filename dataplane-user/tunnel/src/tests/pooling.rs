@@ -298,9 +298,10 @@ fn idle_streams_hold_little() {
             round_trip(&mut client).await;
             clients.push(client);
         }
-        // Includes both sides of the tunnel, and the test's own memory.
+        // Includes both sides of the tunnel, the test's own memory, and that of tests that run at the same time. A stream that held
+        // the buffer of a read would have 256 KiB.
         let each = memory().saturating_sub(before) / 400;
-        assert!(each < 64 << 10, "{each} bytes for an idle stream");
+        assert!(each < 128 << 10, "{each} bytes for an idle stream");
     });
 }
 
