@@ -7,10 +7,7 @@ use std::{
 
 use dataplane_peers::{Cluster, LocalDetector};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use model::{
-    Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
-    Snapshot, TrafficPolicy,
-};
+use model::{Endpoint, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot};
 use smallvec::{SmallVec, smallvec};
 
 /// The port on the VIPs.
@@ -150,12 +147,9 @@ fn port(
 ) -> ServicePort {
     ServicePort {
         name: name.into(),
-        port,
-        protocol,
         node_port,
         endpoints,
-        weights: None,
-        split: None,
+        ..ServicePort::new(port, protocol)
     }
 }
 
@@ -167,24 +161,17 @@ fn service(
 ) -> Service {
     let node_port = ports.iter().any(|port| port.node_port.is_some());
     Service {
-        name: ServiceName::new("bench", name),
-        kind: if node_port {
-            ServiceType::NodePort
-        } else {
-            ServiceType::ClusterIp
-        },
         created: Some(1_700_000_000),
         cluster_ips: families.iter().map(|v4| vip(index, *v4)).collect(),
-        external_ips: smallvec![],
-        load_balancer_ips: smallvec![],
-        source_ranges: smallvec![],
-        affinity: None,
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        health_check_node_port: None,
-        aside: Vec::new(),
-        records: Records::ClusterIps,
         ports,
+        ..Service::new(
+            ServiceName::new("bench", name),
+            if node_port {
+                ServiceType::NodePort
+            } else {
+                ServiceType::ClusterIp
+            },
+        )
     }
 }
 
@@ -219,13 +206,8 @@ fn elsewhere(index: u32, families: impl Iterator<Item = bool>) -> Vec<Endpoint> 
 
 fn endpoint(addr: IpAddr, port: u16, local: bool) -> Endpoint {
     Endpoint {
-        addr,
-        port,
         local,
-        ready: true,
-        serving: true,
-        terminating: false,
-        hints: Hints::default(),
+        ..Endpoint::new(addr, port)
     }
 }
 

@@ -143,12 +143,9 @@ fn service(index: usize, draw: &Draw, node: &Node) -> Service {
                 } else {
                     format!("p{number}").into()
                 },
-                port,
-                protocol: if *udp { Protocol::Udp } else { Protocol::Tcp },
                 node_port: draw.node_ports.then_some(u16::try_from(node_port).unwrap()),
                 endpoints,
-                weights: None,
-                split: None,
+                ..ServicePort::new(port, if *udp { Protocol::Udp } else { Protocol::Tcp })
             }
         });
     let affinity = draw

@@ -3,8 +3,8 @@
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc, time::Duration};
 
 use model::{
-    Endpoint, Hints, Node, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
-    Snapshot, TrafficPolicy,
+    Endpoint, Node, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
+    TrafficPolicy,
 };
 use smallvec::smallvec;
 
@@ -12,17 +12,11 @@ use super::*;
 
 /// The services of `services.yaml` in that directory, and the two other services that the cluster
 /// had.
-#[expect(clippy::too_many_lines, reason = "a list of objects")]
 fn snapshot() -> Snapshot {
     let ip = |text: &str| text.parse::<IpAddr>().unwrap();
     let endpoint = |text: &str, port, local| Endpoint {
-        addr: ip(text),
-        port,
         local,
-        ready: true,
-        serving: true,
-        terminating: false,
-        hints: Hints::default(),
+        ..Endpoint::new(ip(text), port)
     };
     let endpoints = |port| {
         let leaving = Endpoint {
@@ -38,28 +32,13 @@ fn snapshot() -> Snapshot {
     };
     let service = |name: &str, vip: &str, edit: &dyn Fn(&mut Service)| {
         let mut service = Service {
-            name: ServiceName::new("bench", name),
-            kind: ServiceType::ClusterIp,
-            created: None,
             cluster_ips: smallvec![ip(vip)],
-            external_ips: smallvec![],
-            load_balancer_ips: smallvec![],
-            source_ranges: smallvec![],
-            affinity: None,
-            internal_policy: TrafficPolicy::Cluster,
-            external_policy: TrafficPolicy::Cluster,
-            health_check_node_port: None,
-            aside: Vec::new(),
-            records: Records::ClusterIps,
             ports: smallvec![ServicePort {
                 name: "p".into(),
-                port: 80,
-                protocol: Protocol::Tcp,
-                node_port: None,
                 endpoints: endpoints(8080),
-                weights: None,
-                split: None,
+                ..ServicePort::new(80, Protocol::Tcp)
             }],
+            ..Service::new(ServiceName::new("bench", name), ServiceType::ClusterIp)
         };
         edit(&mut service);
         (service.name.clone(), Arc::new(service))

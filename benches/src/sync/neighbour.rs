@@ -29,7 +29,7 @@ pub enum Neighbour {
     /// An endpoint of each of ten Services with 100 ports and 990 endpoints: a namespace may have 1 000 000, each
     /// counted once for each port.
     Endpoints,
-    /// A Service with 16 ports at 4 096 addresses, one of them its cluster IP, comes and goes: a Service may have 65 536
+    /// A Service with 8 ports at 4 096 addresses, one of them its cluster IP, comes and goes: a Service may have 32 768
     /// pairs of them.
     Pairs,
 }
@@ -68,7 +68,7 @@ impl Neighbour {
             Self::Pairs if turn.is_multiple_of(2) => {
                 let first = Ipv4Addr::new(12, 0, 0, 0).to_bits();
                 let addresses: Vec<_> = (0..4095).map(|n| Ipv4Addr::from_bits(first + n)).collect();
-                cluster.apply(service(99, 16, &addresses));
+                cluster.apply(service(99, 8, &addresses));
             }
             Self::Pairs => _ = cluster.delete(Resource::Services, TENANT, "large-99"),
         }

@@ -212,7 +212,7 @@ extern "C" fn capture_exempts(
 struct Judgement {
     reason: Reason,
     workload: u32,
-    /// What is [left to be judged](leave_to_judge); 0: nothing.
+    /// The judgements that are [left](leave_to_judge) to the services' program; 0 if there are none.
     left: u32,
 }
 

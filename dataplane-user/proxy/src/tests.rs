@@ -10,8 +10,8 @@ use std::{
 };
 
 use model::{
-    Egress, Endpoint, Hints, Place, Protocol, Records, Service, ServiceName, ServicePort,
-    ServiceType, TrafficPolicy, UseWaypoint, Workload,
+    Egress, Endpoint, Place, Protocol, Service, ServiceName, ServicePort, ServiceType, UseWaypoint,
+    Workload,
 };
 use smallvec::smallvec;
 use socket2::SockRef;
@@ -26,40 +26,16 @@ const VIP: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 10, 96, 1));
 pub(super) fn service(vip: IpAddr, port: u16, endpoints: &[SocketAddr]) -> Service {
     let mut endpoints: Vec<Endpoint> = endpoints
         .iter()
-        .map(|at| Endpoint {
-            addr: at.ip(),
-            port: at.port(),
-            local: false,
-            ready: true,
-            serving: true,
-            terminating: false,
-            hints: Hints::default(),
-        })
+        .map(|at| Endpoint::new(at.ip(), at.port()))
         .collect();
     endpoints.sort();
     Service {
-        name: ServiceName::new("default", "web"),
-        kind: ServiceType::ClusterIp,
-        created: None,
         cluster_ips: smallvec![vip],
-        external_ips: smallvec![],
-        load_balancer_ips: smallvec![],
-        source_ranges: smallvec![],
-        affinity: None,
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        health_check_node_port: None,
-        aside: Vec::new(),
-        records: Records::ClusterIps,
         ports: smallvec![ServicePort {
-            name: "".into(),
-            port,
-            protocol: Protocol::Tcp,
-            node_port: None,
             endpoints,
-            weights: None,
-            split: None,
+            ..ServicePort::new(port, Protocol::Tcp)
         }],
+        ..Service::new(ServiceName::new("default", "web"), ServiceType::ClusterIp)
     }
 }
 

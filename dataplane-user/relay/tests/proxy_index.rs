@@ -9,8 +9,8 @@ use std::{
 
 use dataplane_relay::{Found, Index, Target};
 use model::{
-    Endpoint, Hints, Locality, Node, Part, Place, Preference, Protocol, Records, Service,
-    ServiceName, ServicePort, ServiceType, Snapshot, Split, TrafficPolicy, Workload, WorkloadName,
+    Endpoint, Hints, Locality, Node, Part, Place, Preference, Protocol, Service, ServiceName,
+    ServicePort, ServiceType, Snapshot, Split, TrafficPolicy, Workload, WorkloadName,
 };
 use proptest::prelude::*;
 use smallvec::{SmallVec, smallvec};
@@ -81,12 +81,9 @@ fn port() -> impl Strategy<Value = ServicePort> {
     (80..83_u16, protocol, endpoints, node_port).prop_map(
         |(port, protocol, endpoints, node_port)| ServicePort {
             name: format!("p{port}").into(),
-            port,
-            protocol,
             node_port,
             endpoints: endpoints.into_iter().collect(),
-            weights: None,
-            split: None,
+            ..ServicePort::new(port, protocol)
         },
     )
 }
@@ -105,20 +102,13 @@ prop_compose! {
         let ports: SmallVec<[ServicePort; 1]> =
             ports.into_iter().filter(|p| seen.insert((p.port, p.protocol))).collect();
         Service {
-            name: ServiceName::new("default", &format!("s{number}")),
-            kind: ServiceType::NodePort,
             created,
             cluster_ips: cluster_ips.into_iter().map(ip).collect(),
             external_ips: external_ips.into_iter().map(ip).collect(),
-            load_balancer_ips: smallvec![],
-            source_ranges: smallvec![],
             affinity: affinity.then_some(Duration::from_mins(1)),
             internal_policy: if local { TrafficPolicy::Local } else { TrafficPolicy::Cluster },
-            external_policy: TrafficPolicy::Cluster,
-            health_check_node_port: None,
-            aside: Vec::new(),
-            records: Records::ClusterIps,
             ports,
+            ..Service::new(ServiceName::new("default", &format!("s{number}")), ServiceType::NodePort)
         }
     }
 }
@@ -280,39 +270,15 @@ proptest! {
 /// With nine degrees of freedom, a uniform draw exceeds 50 once in ten million times.
 #[test]
 fn endpoints_are_drawn_uniformly() {
-    let endpoints = (0..10).map(|last| Endpoint {
-        addr: IpAddr::V4(Ipv4Addr::new(10, 244, 0, last)),
-        port: 80,
-        local: false,
-        ready: true,
-        serving: true,
-        terminating: false,
-        hints: Hints::default(),
-    });
+    let endpoints =
+        (0..10).map(|last| Endpoint::new(IpAddr::V4(Ipv4Addr::new(10, 244, 0, last)), 80));
     let mut service = Service {
-        name: ServiceName::new("default", "web"),
-        kind: ServiceType::ClusterIp,
-        created: None,
         cluster_ips: smallvec![ip(1)],
-        external_ips: smallvec![],
-        load_balancer_ips: smallvec![],
-        source_ranges: smallvec![],
-        affinity: None,
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        health_check_node_port: None,
-        aside: Vec::new(),
-        records: Records::ClusterIps,
-        ports: smallvec![],
+        ..Service::new(ServiceName::new("default", "web"), ServiceType::ClusterIp)
     };
     service.ports.push(ServicePort {
-        name: "".into(),
-        port: 80,
-        protocol: Protocol::Tcp,
-        node_port: None,
         endpoints: endpoints.collect(),
-        weights: None,
-        split: None,
+        ..ServicePort::new(80, Protocol::Tcp)
     });
     for affinity in [false, true] {
         service.affinity = affinity.then_some(Duration::from_mins(1));
@@ -380,38 +346,14 @@ fn an_address_that_several_have_or_the_node_is_nobodys() {
 #[test]
 fn the_endpoints_of_an_entry_are_reached_by_its_addresses_only() {
     let pod = SocketAddr::new(Ipv4Addr::new(10, 244, 0, 1).into(), 81);
-    let endpoint = Endpoint {
-        addr: pod.ip(),
-        port: pod.port(),
-        local: false,
-        ready: true,
-        serving: true,
-        terminating: false,
-        hints: Hints::default(),
-    };
+    let endpoint = Endpoint::new(pod.ip(), pod.port());
     let service = Service {
-        name: ServiceName::new("default", "db"),
-        kind: ServiceType::ClusterIp,
-        created: None,
         cluster_ips: smallvec![ip(1)],
-        external_ips: smallvec![],
-        load_balancer_ips: smallvec![],
-        source_ranges: smallvec![],
-        affinity: None,
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        health_check_node_port: None,
-        aside: Vec::new(),
-        records: Records::ClusterIps,
         ports: smallvec![ServicePort {
-            name: "".into(),
-            port: 80,
-            protocol: Protocol::Tcp,
-            node_port: None,
             endpoints: vec![endpoint],
-            weights: None,
-            split: None,
+            ..ServicePort::new(80, Protocol::Tcp)
         }],
+        ..Service::new(ServiceName::new("default", "db"), ServiceType::ClusterIp)
     };
     let vip = SocketAddr::new(ip(1), 80);
     let mut index = Index::default();

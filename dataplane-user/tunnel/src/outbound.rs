@@ -249,9 +249,15 @@ impl<I: Identities + 'static> Outbound<I> {
         }
         let verifier = self.core.trust.verifier().map_err(Error::Roots)?;
         report.send_replace(Progress::Waiting(Phase::Connecting));
-        let socket = dial(to).await.map_err(|cause| Error::Connect {
-            to,
-            cause: Arc::new(cause),
+        let socket = dial(to).await.map_err(|cause| {
+            // The peer accepted the connection and then reset it. Whether this ends `connect()` or the handshake is chance.
+            let is_reset = cause.kind() == io::ErrorKind::ConnectionReset;
+            let cause = Arc::new(cause);
+            if is_reset {
+                Error::Tls { to, cause }
+            } else {
+                Error::Connect { to, cause }
+            }
         })?;
         relay::socket::send_at_once(&socket);
         report.send_replace(Progress::Waiting(Phase::Handshake));

@@ -15,10 +15,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Host, Lab, Process, report::LoadReport};
 use kernel::{Kernel, Limits, Paths};
-use model::{
-    Endpoint, Hints, Protocol, Records, Service, ServiceName, ServicePort, ServiceType, Snapshot,
-    TrafficPolicy,
-};
+use model::{Endpoint, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot};
 use nix::time::ClockId;
 use plan::Planner;
 
@@ -76,40 +73,17 @@ fn service(
     let name = ServiceName::new("default", name);
     let endpoints = endpoints
         .into_iter()
-        .map(|at| Endpoint {
-            addr: at.ip(),
-            port: at.port(),
-            local: false,
-            ready: true,
-            serving: true,
-            terminating: false,
-            hints: Hints::default(),
-        })
+        .map(|at| Endpoint::new(at.ip(), at.port()))
         .collect();
     let port = ServicePort {
         name: "tcp".into(),
-        port: 80,
-        protocol: Protocol::Tcp,
-        node_port: None,
         endpoints,
-        weights: None,
-        split: None,
+        ..ServicePort::new(80, Protocol::Tcp)
     };
     let service = Service {
-        name: name.clone(),
-        kind: ServiceType::ClusterIp,
-        created: None,
         cluster_ips: vips.into_iter().collect(),
-        external_ips: [].into_iter().collect(),
-        load_balancer_ips: [].into_iter().collect(),
-        source_ranges: [].into_iter().collect(),
-        affinity: None,
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        health_check_node_port: None,
-        aside: Vec::new(),
-        records: Records::ClusterIps,
         ports: [port].into_iter().collect(),
+        ..Service::new(name.clone(), ServiceType::ClusterIp)
     };
     (name, Arc::new(service))
 }

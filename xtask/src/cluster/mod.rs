@@ -21,6 +21,7 @@ mod node;
 mod place;
 mod programs;
 mod scenarios;
+mod stand_ins;
 
 use std::{
     env,

@@ -17,10 +17,9 @@ use hickory_proto::{
 };
 use model::{
     Named, NamedProtocol, Names, Place, Published, PublishedPort, Records, Service, ServiceName,
-    ServiceType, Snapshot, TrafficPolicy, Workload, WorkloadName,
+    ServiceType, Snapshot, Workload, WorkloadName,
 };
 use proptest::prelude::*;
-use smallvec::SmallVec;
 
 use crate::{TTLS, nobody};
 
@@ -35,22 +34,11 @@ fn service(number: u8, addrs: &BTreeSet<u8>, headless: bool) -> Service {
         ports: [].into(),
     };
     Service {
-        name: ServiceName::new("shop", &format!("web-{number}")),
-        kind: ServiceType::ClusterIp,
-        created: None,
         cluster_ips: addrs
             .iter()
             .filter(|_| !headless)
             .map(|last| addr(*last))
             .collect(),
-        external_ips: SmallVec::new(),
-        load_balancer_ips: SmallVec::new(),
-        source_ranges: SmallVec::new(),
-        affinity: None,
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        health_check_node_port: None,
-        aside: Vec::new(),
         records: if headless {
             Records::Object(Box::new(Named {
                 headless,
@@ -60,7 +48,10 @@ fn service(number: u8, addrs: &BTreeSet<u8>, headless: bool) -> Service {
         } else {
             Records::ClusterIps
         },
-        ports: SmallVec::new(),
+        ..Service::new(
+            ServiceName::new("shop", &format!("web-{number}")),
+            ServiceType::ClusterIp,
+        )
     }
 }
 

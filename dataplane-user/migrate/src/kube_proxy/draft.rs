@@ -463,12 +463,9 @@ impl PortDraft {
         ServicePort {
             name: self.name,
             // `Draft::finish` leaves out ports without a number.
-            port: self.port.unwrap_or_default(),
-            protocol: self.protocol,
             node_port: self.node_port,
             endpoints: self.endpoints,
-            weights: None,
-            split: None,
+            ..ServicePort::new(self.port.unwrap_or_default(), self.protocol)
         }
     }
 }

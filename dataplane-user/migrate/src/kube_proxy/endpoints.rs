@@ -39,17 +39,13 @@ pub fn of_lists(cluster: &[Share], local: &[Share], by_policy: bool) -> Option<V
         ["this", "other"].map(|name| Hints::new(&zone, [name], []))
     };
     let endpoint = |addr: SocketAddr, hints| Endpoint {
-        addr: addr.ip(),
-        port: addr.port(),
         local: if by_policy {
             here.contains(&addr)
         } else {
             said.contains(&addr)
         },
-        ready: true,
-        serving: true,
-        terminating: false,
         hints,
+        ..Endpoint::new(addr.ip(), addr.port())
     };
     let only_here = here.difference(&all).map(|addr| endpoint(*addr, far));
     let endpoints = all.iter().map(|addr| endpoint(*addr, near));
@@ -82,13 +78,8 @@ mod tests {
             ("1 2", "1 3 4"),
         ] {
             let port = ServicePort {
-                name: "".into(),
-                port: 80,
-                protocol: Protocol::Tcp,
-                node_port: None,
                 endpoints: of_lists(&list(cluster), &list(local), true).unwrap(),
-                weights: None,
-                split: None,
+                ..ServicePort::new(80, Protocol::Tcp)
             };
             let usable = |policy| -> Vec<SocketAddr> {
                 let all = port.weighted(true, policy);

@@ -191,7 +191,57 @@ impl Service {
     }
 }
 
+impl Service {
+    /// Makes a service without addresses and ports.
+    pub fn new(name: ServiceName, kind: ServiceType) -> Self {
+        Self {
+            name,
+            kind,
+            created: None,
+            cluster_ips: SmallVec::new(),
+            external_ips: SmallVec::new(),
+            load_balancer_ips: SmallVec::new(),
+            source_ranges: SmallVec::new(),
+            affinity: None,
+            internal_policy: TrafficPolicy::Cluster,
+            external_policy: TrafficPolicy::Cluster,
+            health_check_node_port: None,
+            aside: Vec::new(),
+            ports: SmallVec::new(),
+            records: Records::ClusterIps,
+        }
+    }
+}
+
+impl Endpoint {
+    /// Makes a ready endpoint on another node, without hints.
+    pub fn new(addr: IpAddr, port: u16) -> Self {
+        Self {
+            addr,
+            port,
+            local: false,
+            ready: true,
+            serving: true,
+            terminating: false,
+            hints: Hints::default(),
+        }
+    }
+}
+
 impl ServicePort {
+    /// Makes a port without a name, a node port and endpoints.
+    pub fn new(port: u16, protocol: Protocol) -> Self {
+        Self {
+            name: "".into(),
+            port,
+            protocol,
+            node_port: None,
+            endpoints: Vec::new(),
+            weights: None,
+            split: None,
+        }
+    }
+
     /// The endpoints of one family that may be used, as Kubernetes specifies: those that are
     /// ready, and of these the ones that are hinted to this node or its zone if hints are complete
     /// (KEP-2433, KEP-3015); if none is ready, those that are serving while they terminate

@@ -120,43 +120,26 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Hints, Protocol, Records, ServiceName, ServicePort, ServiceType, Weights};
+    use crate::{Protocol, ServiceName, ServicePort, ServiceType, Weights};
 
     fn backend(number: u32, ready: &[(bool, u32)], is_weighted: bool) -> Arc<Service> {
         let endpoint = |(n, (ready, _)): (u32, &(bool, u32))| Endpoint {
-            addr: Ipv4Addr::from_bits(0x0a00_0000 + number * 256 + n).into(),
-            port: 80,
-            local: false,
             ready: *ready,
             serving: *ready,
-            terminating: false,
-            hints: Hints::default(),
+            ..Endpoint::new(
+                Ipv4Addr::from_bits(0x0a00_0000 + number * 256 + n).into(),
+                80,
+            )
         };
         let weights = ready.iter().map(|(_, weight)| *weight).collect();
         let port = ServicePort {
-            name: "".into(),
-            port: 80,
-            protocol: Protocol::Tcp,
-            node_port: None,
             endpoints: (0..).zip(ready).map(endpoint).collect(),
             weights: Weights::of(weights).filter(|_| is_weighted),
-            split: None,
+            ..ServicePort::new(80, Protocol::Tcp)
         };
         Arc::new(Service {
-            name: ServiceName::new("test", "s"),
-            kind: ServiceType::ClusterIp,
-            created: None,
-            cluster_ips: smallvec::SmallVec::new(),
-            external_ips: smallvec::SmallVec::new(),
-            load_balancer_ips: smallvec::SmallVec::new(),
-            source_ranges: smallvec::SmallVec::new(),
-            affinity: None,
-            internal_policy: TrafficPolicy::Cluster,
-            external_policy: TrafficPolicy::Cluster,
-            health_check_node_port: None,
-            aside: Vec::new(),
-            records: Records::ClusterIps,
             ports: smallvec::smallvec![port],
+            ..Service::new(ServiceName::new("test", "s"), ServiceType::ClusterIp)
         })
     }
 

@@ -232,8 +232,7 @@ fn state(stated: &Reachable, wanted: &mut Captured) {
 #[cfg(test)]
 mod tests {
     use model::{
-        Endpoint, Hints, Part, Place, Protocol, Records, ServicePort, ServiceType, Split,
-        TrafficPolicy, UseWaypoint, WorkloadName,
+        Endpoint, Part, Place, Protocol, ServicePort, ServiceType, Split, UseWaypoint, WorkloadName,
     };
 
     use super::*;
@@ -299,39 +298,15 @@ mod tests {
     #[test]
     fn a_namespace_with_too_many_endpoints_is_unknown_and_the_others_are_known() {
         let service = |namespace: &str, name: &str, first: u32, count: u32| {
-            let endpoints = (first..first + count).map(|n| Endpoint {
-                addr: std::net::Ipv4Addr::from_bits(n).into(),
-                port: 80,
-                local: false,
-                ready: true,
-                serving: true,
-                terminating: false,
-                hints: Hints::default(),
-            });
+            let endpoints = (first..first + count)
+                .map(|n| Endpoint::new(std::net::Ipv4Addr::from_bits(n).into(), 80));
             let port = ServicePort {
-                name: "".into(),
-                port: 80,
-                protocol: Protocol::Tcp,
-                node_port: None,
                 endpoints: endpoints.collect(),
-                weights: None,
-                split: None,
+                ..ServicePort::new(80, Protocol::Tcp)
             };
             Arc::new(Service {
-                name: ServiceName::new(namespace, name),
-                kind: ServiceType::ClusterIp,
-                created: None,
-                cluster_ips: [].into_iter().collect(),
-                external_ips: [].into_iter().collect(),
-                load_balancer_ips: [].into_iter().collect(),
-                source_ranges: [].into_iter().collect(),
-                affinity: None,
-                internal_policy: TrafficPolicy::Cluster,
-                external_policy: TrafficPolicy::Cluster,
-                health_check_node_port: None,
-                aside: Vec::new(),
-                records: Records::ClusterIps,
                 ports: [port].into_iter().collect(),
+                ..Service::new(ServiceName::new(namespace, name), ServiceType::ClusterIp)
             })
         };
         let mut snapshot = snapshot([pod("shop", "web", 1)]);

@@ -7,7 +7,7 @@ use std::{
 
 use model::{
     At, Backend, Endpoint, Entry, EntryName, EntryPort, EntryResolution, Hints, Preference,
-    Records, Service, ServiceName, ServicePort, ServiceType, TrafficPolicy, Weights,
+    Service, ServiceName, ServicePort, ServiceType, Weights,
 };
 use smallvec::SmallVec;
 
@@ -66,24 +66,15 @@ fn service(entry: &Entry, only: Option<usize>) -> Service {
     others.sort_unstable();
     others.dedup();
     Service {
-        name,
-        kind: ServiceType::Entry,
         created: entry.created,
         cluster_ips: given,
         external_ips: others,
-        load_balancer_ips: SmallVec::new(),
-        source_ranges: SmallVec::new(),
-        affinity: None,
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        health_check_node_port: None,
-        aside: Vec::new(),
-        records: Records::ClusterIps,
         ports: entry
             .ports
             .iter()
             .map(|port| service_port(entry, backends, port))
             .collect(),
+        ..Service::new(name, ServiceType::Entry)
     }
 }
 
@@ -104,21 +95,14 @@ fn service_port(entry: &Entry, backends: &[Backend], port: &EntryPort) -> Servic
     }
     let endpoint =
         |(&(addr, port), &(_, local, hints)): (&(IpAddr, u16), &(u32, bool, Hints))| Endpoint {
-            addr,
-            port,
             local,
-            ready: true,
-            serving: true,
-            terminating: false,
             hints: hints.preferring(preference, local),
+            ..Endpoint::new(addr, port)
         };
     ServicePort {
         name: port.name.clone(),
-        port: port.port,
-        protocol: port.protocol,
-        node_port: None,
         endpoints: found.iter().map(endpoint).collect(),
         weights: Weights::of(found.values().map(|(weight, ..)| *weight).collect()),
-        split: None,
+        ..ServicePort::new(port.port, port.protocol)
     }
 }

@@ -2,7 +2,7 @@ use std::net::Ipv4Addr;
 
 use model::{
     At, Backend, BackendRef, EntryPort, EntryResolution, ExportTo, Host, Location, Parent,
-    Protocol, Records, RouteKind, ServicePort, ServiceType, TrafficPolicy,
+    Protocol, RouteKind, ServicePort, ServiceType,
 };
 use proptest::prelude::*;
 use threads::computed;
@@ -13,38 +13,21 @@ const NAMESPACES: [&str; 3] = ["one", "two", "evil"];
 
 fn service(namespace: usize, name: &str, ports: u16, endpoints: u32) -> Service {
     let endpoint = |n: u32| Endpoint {
-        addr: Ipv4Addr::from_bits(0x0a00_0000 + n).into(),
-        port: 80,
-        local: false,
-        ready: true,
-        serving: true,
-        terminating: false,
         hints: model::Hints::default(),
+        ..Endpoint::new(Ipv4Addr::from_bits(0x0a00_0000 + n).into(), 80)
     };
     let port = |port: u16| ServicePort {
         name: port.to_string().into(),
-        port,
-        protocol: Protocol::Tcp,
-        node_port: None,
         endpoints: (0..endpoints).map(endpoint).collect(),
-        weights: None,
-        split: None,
+        ..ServicePort::new(port, Protocol::Tcp)
     };
     Service {
-        name: ServiceName::new(NAMESPACES[namespace], name),
-        kind: ServiceType::ClusterIp,
-        created: None,
         cluster_ips: smallvec::smallvec![Ipv4Addr::new(10, 96, 0, 1).into()],
-        external_ips: smallvec::SmallVec::new(),
-        load_balancer_ips: smallvec::SmallVec::new(),
-        source_ranges: smallvec::SmallVec::new(),
-        affinity: None,
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        health_check_node_port: None,
-        aside: Vec::new(),
-        records: Records::ClusterIps,
         ports: (80..80 + ports).map(port).collect(),
+        ..Service::new(
+            ServiceName::new(NAMESPACES[namespace], name),
+            ServiceType::ClusterIp,
+        )
     }
 }
 

@@ -11,8 +11,8 @@ use dataplane_common::{
 };
 use dataplane_plan::{Departures, LeftOut, Plan, Planner, Room};
 use model::{
-    Endpoint, Hints, Place, Protocol, Records, Service, ServiceName, ServicePort, ServiceType,
-    Snapshot, TrafficPolicy, Workload, WorkloadName,
+    Endpoint, Place, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
+    TrafficPolicy, Workload, WorkloadName,
 };
 
 use super::sim::Sim;
@@ -25,39 +25,18 @@ fn service(
     ports: u16,
     endpoints: u32,
 ) -> Service {
-    let endpoint = |n: u32| Endpoint {
-        addr: std::net::Ipv4Addr::from_bits(0x0af4_0000 + n).into(),
-        port: 8080,
-        local: false,
-        ready: true,
-        serving: true,
-        terminating: false,
-        hints: Hints::default(),
-    };
+    let endpoint =
+        |n: u32| Endpoint::new(std::net::Ipv4Addr::from_bits(0x0af4_0000 + n).into(), 8080);
     let port = |port: u16| ServicePort {
         name: port.to_string().into(),
-        port,
-        protocol: Protocol::Tcp,
-        node_port: None,
         endpoints: (0..endpoints).map(endpoint).collect(),
-        weights: None,
-        split: None,
+        ..ServicePort::new(port, Protocol::Tcp)
     };
     Service {
-        name: ServiceName::new(namespace, name),
-        kind: ServiceType::ClusterIp,
         created: Some(created),
         cluster_ips: [address(vip)].into_iter().collect(),
-        external_ips: [].into_iter().collect(),
-        load_balancer_ips: [].into_iter().collect(),
-        source_ranges: [].into_iter().collect(),
-        affinity: None,
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        health_check_node_port: None,
-        aside: Vec::new(),
-        records: Records::ClusterIps,
         ports: (1..=ports).map(port).collect(),
+        ..Service::new(ServiceName::new(namespace, name), ServiceType::ClusterIp)
     }
 }
 

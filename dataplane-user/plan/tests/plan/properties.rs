@@ -138,13 +138,9 @@ pub fn service() -> impl Strategy<Value = Service> {
         endpoints(),
     )
         .prop_map(|(port, protocol, node_port, endpoints)| ServicePort {
-            name: "".into(),
-            port,
-            protocol,
             node_port,
             endpoints,
-            weights: None,
-            split: None,
+            ..ServicePort::new(port, protocol)
         });
     let kind = prop_oneof![
         4 => Just(ServiceType::LoadBalancer),

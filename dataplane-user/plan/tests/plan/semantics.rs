@@ -10,8 +10,8 @@ use dataplane_common::{
 };
 use dataplane_plan::{AdoptError, Departures, Plan, Planner, PoolRole, Write};
 use model::{
-    AllowedNamespaces, Endpoint, Gateway, Hints, IstioNamespace, Node, Protocol, Records, Service,
-    ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy, UseWaypoint,
+    AllowedNamespaces, Endpoint, Gateway, IstioNamespace, Node, Protocol, Service, ServiceName,
+    ServicePort, ServiceType, Snapshot, TrafficPolicy, UseWaypoint,
 };
 
 use super::sim::Sim;
@@ -35,15 +35,7 @@ fn vip(text: &str, port: u16) -> FrontendKey {
 fn endpoint(text: &str) -> Endpoint {
     let mut words = text.split(' ');
     let addr = words.next().unwrap().parse().unwrap();
-    let mut e = Endpoint {
-        addr,
-        port: 8080,
-        local: false,
-        ready: true,
-        serving: true,
-        terminating: false,
-        hints: Hints::default(),
-    };
+    let mut e = Endpoint::new(addr, 8080);
     for word in words {
         match word {
             "local" => e.local = true,
@@ -61,29 +53,14 @@ fn service(name: &str, cluster_ips: &[&str], endpoints: &[&str]) -> Service {
     let mut endpoints: Vec<_> = endpoints.iter().map(|e| endpoint(e)).collect();
     endpoints.sort_unstable();
     let port = ServicePort {
-        name: "".into(),
-        port: 80,
-        protocol: Protocol::Tcp,
-        node_port: None,
         endpoints,
-        weights: None,
-        split: None,
+        ..ServicePort::new(80, Protocol::Tcp)
     };
     Service {
-        name: ServiceName::new("test", name),
-        kind: ServiceType::LoadBalancer,
         created: Some(100),
         cluster_ips: ips(cluster_ips),
-        external_ips: ips(&[]),
-        load_balancer_ips: ips(&[]),
-        source_ranges: Vec::new().into(),
-        affinity: None,
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        health_check_node_port: None,
-        aside: Vec::new(),
-        records: Records::ClusterIps,
         ports: [port].into(),
+        ..Service::new(ServiceName::new("test", name), ServiceType::LoadBalancer)
     }
 }
 

@@ -10,8 +10,8 @@ use dataplane_plan::{
 };
 use imbl::OrdMap;
 use model::{
-    BackendRef, BackendTo, Endpoint, Hints, Parent, Protocol, Records, Route, RouteKind, RouteName,
-    Service, ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy,
+    BackendRef, BackendTo, Endpoint, Parent, Protocol, Route, RouteKind, RouteName, Service,
+    ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy,
 };
 
 use super::sim::{Resolved, Sim};
@@ -19,38 +19,18 @@ use super::sim::{Resolved, Sim};
 /// A service at `10.96.0.OWN` whose endpoint `10.0.OWN.1` is on this node and whose other endpoints are not.
 fn service(name: &str, own: u8, endpoints: u8) -> Service {
     let endpoint = |n: u8| Endpoint {
-        addr: [10, 0, own, n].into(),
-        port: 8080,
         local: n == 1,
-        ready: true,
-        serving: true,
-        terminating: false,
-        hints: Hints::default(),
+        ..Endpoint::new([10, 0, own, n].into(), 8080)
     };
     Service {
-        name: ServiceName::new("shop", name),
-        kind: ServiceType::LoadBalancer,
-        created: None,
         cluster_ips: [[10, 96, 0, own].into()].into(),
-        external_ips: Vec::new().into(),
         load_balancer_ips: [[192, 0, 2, own].into()].into_iter().collect(),
-        source_ranges: Vec::new().into(),
-        affinity: None,
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        health_check_node_port: None,
-        aside: Vec::new(),
-        records: Records::ClusterIps,
         ports: [ServicePort {
-            name: "".into(),
-            port: 80,
-            protocol: Protocol::Tcp,
-            node_port: None,
             endpoints: (1..=endpoints).map(endpoint).collect(),
-            weights: None,
-            split: None,
+            ..ServicePort::new(80, Protocol::Tcp)
         }]
         .into(),
+        ..Service::new(ServiceName::new("shop", name), ServiceType::LoadBalancer)
     }
 }
 

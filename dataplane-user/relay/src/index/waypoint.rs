@@ -149,9 +149,8 @@ mod tests {
     use std::{io, time::Instant};
 
     use model::{
-        AllowedNamespaces, Egress, Endpoint, Gateway, Hints, IstioNamespace, Place, Protocol,
-        Records, Service, ServiceName, ServicePort, ServiceType, Snapshot, TrafficPolicy,
-        UseWaypoint, WorkloadName,
+        AllowedNamespaces, Egress, Endpoint, Gateway, IstioNamespace, Place, Protocol, Service,
+        ServiceName, ServicePort, ServiceType, Snapshot, UseWaypoint, WorkloadName,
     };
     use smallvec::smallvec;
     use threads::none_dies;
@@ -168,38 +167,15 @@ mod tests {
 
     fn service(name: &str, vip: &str, node_port: Option<u16>, endpoint: Option<&str>) -> Service {
         let (vip, endpoint) = (at(vip), endpoint.map(at));
-        let endpoint = endpoint.map(|of| Endpoint {
-            addr: of.ip(),
-            port: of.port(),
-            local: false,
-            ready: true,
-            serving: true,
-            terminating: false,
-            hints: Hints::default(),
-        });
+        let endpoint = endpoint.map(|of| Endpoint::new(of.ip(), of.port()));
         Service {
-            name: ServiceName::new("shop", name),
-            kind: ServiceType::ClusterIp,
-            created: None,
             cluster_ips: smallvec![vip.ip()],
-            external_ips: smallvec![],
-            load_balancer_ips: smallvec![],
-            source_ranges: smallvec![],
-            affinity: None,
-            internal_policy: TrafficPolicy::Cluster,
-            external_policy: TrafficPolicy::Cluster,
-            health_check_node_port: None,
-            aside: Vec::new(),
-            records: Records::ClusterIps,
             ports: smallvec![ServicePort {
-                name: "".into(),
-                port: vip.port(),
-                protocol: Protocol::Tcp,
                 node_port,
                 endpoints: endpoint.into_iter().collect(),
-                weights: None,
-                split: None,
+                ..ServicePort::new(vip.port(), Protocol::Tcp)
             }],
+            ..Service::new(ServiceName::new("shop", name), ServiceType::ClusterIp)
         }
     }
 

@@ -11,9 +11,7 @@ use std::{
     net::IpAddr,
 };
 
-use model::{
-    Endpoint, Hints, Node, Records, Service, ServiceName, ServicePort, ServiceType, TrafficPolicy,
-};
+use model::{Endpoint, Node, Service, ServiceName, ServicePort, ServiceType, TrafficPolicy};
 use smallvec::SmallVec;
 
 use super::{Findings, address, object_name, wire as api};
@@ -72,13 +70,8 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
             .iter()
             .filter(of_family)
             .map(|addr| Endpoint {
-                addr: *addr,
-                port: container_port,
                 local: true,
-                ready: true,
-                serving: true,
-                terminating: false,
-                hints: Hints::default(),
+                ..Endpoint::new(*addr, container_port)
             })
             .collect();
         if endpoints.is_empty() {
@@ -94,34 +87,22 @@ pub fn host_ports(object: &api::Pod, node: &Node, findings: &mut Findings) -> Ve
         }
         ports.push(ServicePort {
             name: port.name.as_deref().unwrap_or_default().into(),
-            port: host_port,
-            protocol,
             node_port: at_all(host_ip).then_some(host_port),
             endpoints,
-            weights: None,
-            split: None,
+            ..ServicePort::new(host_port, protocol)
         });
     }
     let name = object_name(&object.metadata);
     let created = object.metadata.creation_timestamp.as_ref();
     let service = |(host_ip, ports): (Option<IpAddr>, _)| Service {
-        name: service_name(&name, host_ip),
-        kind: ServiceType::HostPort,
         created: created.map(|time| time.0.as_second()),
-        cluster_ips: SmallVec::new(),
         external_ips: host_ip
             .filter(|ip| !ip.is_unspecified())
             .into_iter()
             .collect(),
-        load_balancer_ips: SmallVec::new(),
-        source_ranges: SmallVec::new(),
-        affinity: None,
-        internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Local,
-        health_check_node_port: None,
-        aside: Vec::new(),
-        records: Records::ClusterIps,
         ports,
+        ..Service::new(service_name(&name, host_ip), ServiceType::HostPort)
     };
     by_address.into_iter().map(service).collect()
 }

@@ -191,13 +191,9 @@ impl Selection {
             service: service.clone(),
             ports: self.ports.iter().filter_map(port).collect(),
             endpoints: Box::new([Endpoint {
-                addr,
-                port: 0,
                 local: backend.local,
-                ready: true,
-                serving: true,
-                terminating: false,
                 hints: backend.hints,
+                ..Endpoint::new(addr, 0)
             }]),
             names_only: false,
             hostnames: Box::default(),

@@ -20,10 +20,10 @@ use super::{
 const AFFINITY_SECONDS: i32 = 10_800;
 /// Kubernetes' maximum for it: a day.
 const AFFINITY_SECONDS_MAX: i32 = 86_400;
-/// Maximum product of ports and addresses of one Service: 16 384 ports at two addresses of each family. A Service is taken in as
+/// Maximum product of ports and addresses of one Service: 16 384 ports at an address of each family. A Service is taken in as
 /// a whole, and other namespaces' changes wait meanwhile. Without a bound, a Service of a megabyte could need a thousand
 /// million keys.
-const KEYS_MAX: usize = 65_536;
+const KEYS_MAX: usize = 32_768;
 
 /// The ports of a service.
 struct Ports {
@@ -404,12 +404,8 @@ fn ports(spec: &ServiceSpec, kind: ServiceType, findings: &mut Findings) -> Port
             numbers.insert((number, protocol), ports.len());
             ports.push(ServicePort {
                 name: name.into(),
-                port: number,
-                protocol,
                 node_port,
-                endpoints: Vec::new(),
-                weights: None,
-                split: None,
+                ..ServicePort::new(number, protocol)
             });
         }
     }

@@ -13,7 +13,8 @@ const LABEL_FOR: &str = "istio.io/waypoint-for";
 /// The port of listeners that connections of workloads reach.
 const PORT: i64 = 15_008;
 
-/// Converts a Gateway. What cannot be read allows no namespace, and takes connections of both kinds, so that these fail.
+/// Converts a Gateway. If a field cannot be read, the Gateway allows no namespace and takes connections of both kinds, so that these
+/// connections fail.
 pub fn gateway(object: &api::Gateway, findings: &mut Findings) -> Gateway {
     check_name(&object.metadata, findings);
     let (for_services, for_workloads) = match label(&object.metadata.labels, LABEL_FOR) {

@@ -149,8 +149,9 @@ fn a_window_of_one_byte_costs_little() {
             let _ = server.write_all(&vec![0; 1 << 20]).await;
         });
         let one = frame(8, 0, 1, &[0, 0, 0, 1]);
-        // The kernel's buffers hold a part of them, so the sender does not show where the flood ended.
-        frames.flood((0..100_000).map(|_| one.clone())).await;
+        let (sent, _) = frames.flood((0..20_000).map(|_| one.repeat(100))).await;
+        // The sockets' buffers have many of the frames.
+        assert!(sent < 19_000, "{sent} hundreds of frames were taken");
         let error = mesh.failed.recv().await.unwrap();
         assert!(
             matches!(
@@ -181,9 +182,7 @@ fn one_address_has_a_limited_number_of_tunnels() {
             silent.push(TcpStream::connect(mesh.at).await.unwrap());
         }
         let error = mesh.connect(to(mesh.at, echo)).await.unwrap_err();
-        // The reset may come before the end of `connect`.
-        let flag = error.flag().word();
-        assert!(["TLS_FAILURE", "CONNECT"].contains(&flag), "{error}");
+        assert_eq!(error.flag().word(), "TLS_FAILURE", "{error}");
         let error = mesh.failed.recv().await.unwrap();
         assert!(matches!(error, Error::TooMany { has: 3, .. }), "{error}");
         for _ in 0..3 {

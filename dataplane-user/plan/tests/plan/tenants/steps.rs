@@ -178,13 +178,8 @@ pub fn of_cluster() -> [Service; 2] {
 
 fn endpoint(addr: IpAddr, port: u16, local: bool) -> Endpoint {
     Endpoint {
-        addr,
-        port,
         local,
-        ready: true,
-        serving: true,
-        terminating: false,
-        hints: Hints::default(),
+        ..Endpoint::new(addr, port)
     }
 }
 
@@ -347,12 +342,9 @@ fn hostile() -> impl Strategy<Value = Service> {
                 };
                 let port = |port: u16, protocol, node_port| ServicePort {
                     name: port.to_string().into(),
-                    port,
-                    protocol,
                     node_port,
                     endpoints: (0..endpoints).map(endpoint).collect(),
-                    weights: None,
-                    split: None,
+                    ..ServicePort::new(port, protocol)
                 };
                 service.ports.extend((1000..1000 + ports).map(|number| {
                     let has_node_port = !of_pod && number.is_multiple_of(3);

@@ -11,8 +11,8 @@ use std::{
 };
 
 use model::{
-    Egress, Endpoint, Hints, Place, Protocol, Records, Service, ServiceName, ServicePort,
-    ServiceType, Snapshot, TrafficPolicy, Workload, WorkloadName,
+    Egress, Endpoint, Place, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
+    Workload, WorkloadName,
 };
 use proxy::{Proxy, Settings};
 use relay::{Attachment, Direction};
@@ -67,38 +67,14 @@ fn workload(name: &str, addresses: &[Ipv4Addr]) -> Arc<Workload> {
 
 /// A service with one endpoint.
 fn service(vip: SocketAddr, endpoint: SocketAddr) -> Service {
-    let endpoint = Endpoint {
-        addr: endpoint.ip(),
-        port: endpoint.port(),
-        local: false,
-        ready: true,
-        serving: true,
-        terminating: false,
-        hints: Hints::default(),
-    };
+    let endpoint = Endpoint::new(endpoint.ip(), endpoint.port());
     Service {
-        name: ServiceName::new("shop", "web"),
-        kind: ServiceType::ClusterIp,
-        created: None,
         cluster_ips: smallvec![vip.ip()],
-        external_ips: smallvec![],
-        load_balancer_ips: smallvec![],
-        source_ranges: smallvec![],
-        affinity: None,
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        health_check_node_port: None,
-        aside: Vec::new(),
-        records: Records::ClusterIps,
         ports: smallvec![ServicePort {
-            name: "".into(),
-            port: vip.port(),
-            protocol: Protocol::Tcp,
-            node_port: None,
             endpoints: vec![endpoint],
-            weights: None,
-            split: None,
+            ..ServicePort::new(vip.port(), Protocol::Tcp)
         }],
+        ..Service::new(ServiceName::new("shop", "web"), ServiceType::ClusterIp)
     }
 }
 

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use dataplane_common::Reason;
 use serde_json::{Value, json};
 
-use super::{HBONE, TO_FAR, World, gate::Gate, tcp};
+use super::{HBONE, World, auto::TO_FAR, gate::Gate, tcp};
 use crate::{
     cluster::{ask, eventually, reaches},
     sockets::arrived,

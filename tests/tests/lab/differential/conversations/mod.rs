@@ -203,6 +203,8 @@ struct After {
     kept: Option<TrackedFlow>,
     /// For how many seconds the packets of this step were sent, and what came of them was read.
     seconds: u64,
+    /// The seconds since the first packet.
+    since: u64,
 }
 
 /// Runs all conversations at one time: the first steps of all, then the second ones.
@@ -244,6 +246,7 @@ fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<Aft
     };
     let mut all: Vec<Vec<After>> = vec![Vec::new(); talks.len()];
     let steps = talks.iter().map(|talk| talk.steps.len()).max().unwrap_or(0);
+    let first = Instant::now();
     for step in 0..steps {
         if talks
             .iter()
@@ -263,6 +266,7 @@ fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<Aft
         let mut seen = site.receive()?;
         let kept = kept()?;
         let seconds = start.elapsed().as_secs();
+        let since = first.elapsed().as_secs();
         for (number, talk) in talks
             .iter()
             .enumerate()
@@ -274,6 +278,7 @@ fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<Aft
                 seen,
                 kept,
                 seconds,
+                since,
             });
         }
     }
@@ -287,6 +292,7 @@ fn run(worker: Worker, talks: &[Conversation], kind: Kind) -> Result<Vec<Vec<Aft
                 seen: Vec::new(),
                 kept,
                 seconds: 0,
+                since: 0,
             });
         }
     }
@@ -334,7 +340,7 @@ fn explained(
         let only_here = passed(here) && !passed(there);
         return if only_here && same && talk.trouble.is_some() {
             Verdict::Row(4)
-        } else if only_here && talk.has_fin_again(step) {
+        } else if only_here && talk.has_fin_again(step) && states[0] == Some("syn-sent") {
             // The kernel took the connection for closed, and so a stray SYN for a new one.
             Verdict::Row(2)
         } else {
@@ -342,6 +348,7 @@ fn explained(
         };
     }
     let slack = 8 + there.seconds + here.seconds;
+    let since = there.since.max(here.since);
     let (there, here) = match (&there.kept, &here.kept) {
         (None, None) => return Verdict::Same,
         (Some(there), Some(here)) => (there, here),
@@ -365,8 +372,9 @@ fn explained(
         return Verdict::Row(5);
     }
     let is_stray = talk.trouble == Some(Trouble::Stray);
-    // The kernel does not restart the timeout.
-    if is_stray && there.state == here.state && there.seconds < here.seconds {
+    // The kernel does not restart the timeout, which began with the conversation, or later.
+    let restarted = there.seconds..=there.seconds + slack + since;
+    if is_stray && there.state == here.state && restarted.contains(&here.seconds) {
         return Verdict::Row(4);
     }
     // The kernel's window is that of the stray segment.
@@ -375,11 +383,9 @@ fn explained(
     }
     // For the kernel, a SYN-ACK of the client moves the client's window.
     let states = [&*there.state, &*here.state];
-    let stray = [
-        ["syn-sent", "syn-received"],
-        ["syn-received", "established"],
-    ];
-    if is_stray && stray.contains(&states) {
+    let stray = states == ["syn-sent", "syn-received"]
+        || states == ["syn-received", "established"] && talk.answers_itself(step);
+    if is_stray && stray {
         return Verdict::Row(4);
     }
     if talk.is_begun_again(step) && ["syn-sent", "syn-received"].contains(&&*here.state) {

@@ -338,6 +338,12 @@ impl Conversation {
             .any(|sent| !sent.by_client && sent.flags & (SYN | ACK) == SYN)
     }
 
+    /// Whether the client has sent a SYN-ACK so far.
+    pub fn answers_itself(&self, until: usize) -> bool {
+        self.packets(until)
+            .any(|sent| sent.by_client && sent.flags & (SYN | ACK) == SYN | ACK)
+    }
+
     /// Whether the client has sent a SYN after FINs.
     pub fn is_begun_again(&self, until: usize) -> bool {
         let mut packets = self.packets(until);

@@ -1,5 +1,7 @@
 //! A TCP flow ends by segments of its own connection, and not by a stranger's segments (`dataplane_common::tcp`).
 
+mod kept;
+
 use std::net::IpAddr;
 
 use anyhow::{Context as _, Result, ensure};
@@ -12,11 +14,13 @@ use dataplane_proof::{
     Numbers, Verdict,
     campaign::{Scene, plain_config},
     wire::{Packet, flags},
-    world::To,
 };
 use kernel::conntrack::{Flow, State};
 use plan::Write;
 
+use self::kept::{
+    a_half_closed_connection_keeps_its_endpoint, an_ended_connection_and_a_syn_keep_the_endpoint,
+};
 use super::{
     cluster::{Cluster, HTTP, TCP, eventually, reaches, refused},
     crafted::{NEAR, OUTSIDE, ip, on, packet, vip},
@@ -335,139 +339,6 @@ fn a_refused_connection_is_over() -> Result<()> {
         // `packet` has seven bytes, and a host without a listener acknowledges none of them.
         connection.send(true, refusal, [0, CLIENT + 1])?;
         ensure!(connection.state()? == State::Close);
-        Ok(())
-    })
-}
-
-/// A service of two endpoints. Session affinity would keep a client's endpoint after any end of its flow.
-const WITHOUT_AFFINITY: u16 = 2;
-
-/// Two clients. The client in a pod of this node dials a cluster IP. The client outside dials a node port and is
-/// masqueraded. For each: the interface at which its packets arrive, its addresses, and the kind of VIP that it dials.
-const CLIENTS: [(&str, [&str; 2], &str); 2] =
-    [("veth-near", NEAR, "cluster"), ("eth0", OUTSIDE, "node")];
-
-/// So a sender of a RST, or of both sides' FINs, and then of a SYN in a client's name, moves no connection to another
-/// endpoint.
-fn an_ended_connection_and_a_syn_keep_the_endpoint() -> Result<()> {
-    on(Scene::new()?, |scene| {
-        let kinds = || CLIENTS.into_iter().flat_map(|of| [(true, of), (false, of)]);
-        for (number, (v4, (client_at, client, kind))) in kinds().cycle().take(480).enumerate() {
-            let number = u16::try_from(number)?;
-            // Both ends of each kind.
-            let by_reset = number / 4 % 2 == 0;
-            let (client, vip) = (
-                (ip(v4, client[0], client[1]), 20_000 + number),
-                vip(v4, kind, WITHOUT_AFFINITY),
-            );
-            let key = FlowKey::new(
-                Addr::from(client.0),
-                Port::new(client.1),
-                Addr::from(vip.0),
-                Port::new(vip.1),
-                Protocol::TCP,
-            );
-            let send = |at, from, to, bits, numbers| -> Result<Flow> {
-                let segment = Packet {
-                    numbers,
-                    ..packet(true, from, to, bits)
-                };
-                scene.throw(at, false, &segment.frame())?;
-                let to = scene.rig.conntrack.get(&key).context("no flow")?;
-                Ok(Flow { key, to })
-            };
-            let request = |bits, numbers| send(client_at, client, vip, bits, numbers);
-            let before = request(flags::SYN, [CLIENT, 0])?;
-            let ended = if by_reset {
-                request(flags::RST, [CLIENT, 0])?
-            } else {
-                // An endpoint that is the client itself sees an address of the node's.
-                let seen = before.to;
-                let client = match seen.node_addr {
-                    0 => client,
-                    node => (scene.world.node_addr(node).ip(), seen.node_port.host()),
-                };
-                let (endpoint, at) = (before.endpoint(), at_of(scene, before.endpoint().ip()));
-                let endpoint = (endpoint.ip(), endpoint.port());
-                let reply = |bits, numbers| send(at, endpoint, client, bits, numbers);
-                reply(flags::SYN | flags::ACK, [SERVER, CLIENT + 1])?;
-                let fin = flags::FIN | flags::ACK;
-                request(fin, [CLIENT + 1, SERVER + 1])?;
-                reply(fin, [SERVER + 1, CLIENT + 2])?
-            };
-            let over = if by_reset {
-                State::Close
-            } else {
-                State::LastAck
-            };
-            ensure!(ended.state() == over, "{ended:?} is {}", ended.state());
-            let after = request(flags::SYN, [CLIENT + (1 << 30), 0])?;
-            ensure!(
-                after.state() == State::SynSent && after.endpoint() == before.endpoint(),
-                "{before:?} became {after:?}"
-            );
-        }
-        Ok(())
-    })
-}
-
-/// Where the packets of an endpoint of a service arrive.
-fn at_of(scene: &Scene, endpoint: IpAddr) -> &str {
-    let here = scene.world.interface("veth-near").0;
-    match scene
-        .world
-        .way(Addr::UNSPECIFIED, Addr::from(endpoint), here)
-        .0
-    {
-        To::Onward(way) => &scene.world.interfaces[&way.ifindex].name,
-        _ => "eth0",
-    }
-}
-
-/// The server's side may send for hours: a SYN, which anybody can send in the client's name, does not move the
-/// connection.
-fn a_half_closed_connection_keeps_its_endpoint() -> Result<()> {
-    on(Scene::new()?, |scene| {
-        for number in 0..60 {
-            let (client, vip) = (
-                (ip(true, NEAR[0], NEAR[1]), 21_000 + number),
-                vip(true, "cluster", WITHOUT_AFFINITY),
-            );
-            let key = FlowKey::new(
-                Addr::from(client.0),
-                Port::new(client.1),
-                Addr::from(vip.0),
-                Port::new(vip.1),
-                Protocol::TCP,
-            );
-            let throw = |at, from, to, bits, numbers| -> Result<Flow> {
-                let segment = Packet {
-                    numbers,
-                    ..packet(true, from, to, bits)
-                };
-                scene.throw(at, false, &segment.frame())?;
-                let to = scene.rig.conntrack.get(&key).context("no flow")?;
-                Ok(Flow { key, to })
-            };
-            let send = |bits, numbers| throw("veth-near", client, vip, bits, numbers);
-            let before = send(flags::SYN, [CLIENT, 0])?;
-            // An endpoint that is the client itself sees an address of the node's.
-            let seen = match before.to.node_addr {
-                0 => client,
-                node => (scene.world.node_addr(node).ip(), before.to.node_port.host()),
-            };
-            let endpoint = (before.endpoint().ip(), before.endpoint().port());
-            let at = at_of(scene, endpoint.0);
-            let answer = flags::SYN | flags::ACK;
-            throw(at, endpoint, seen, answer, [SERVER, CLIENT + 1])?;
-            let closed = send(flags::FIN | flags::ACK, [CLIENT + 1, SERVER + 1])?;
-            ensure!(closed.state() == State::FinWait, "{closed:?}");
-            let after = send(flags::SYN, [CLIENT + (1 << 30), 0])?;
-            ensure!(
-                after.state() == State::FinWait && after.endpoint() == before.endpoint(),
-                "{before:?} became {after:?}"
-            );
-        }
         Ok(())
     })
 }
