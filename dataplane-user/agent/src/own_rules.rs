@@ -1,9 +1,10 @@
-//! Pods whose own rules have to see the VIPs, on a thread of its own: the socket programs leave their sockets alone,
+//! Pods whose packets have to keep the VIPs, on a thread of its own: the socket programs leave their sockets alone,
 //! and the packet path serves their packets.
 //!
 //! A program at a socket replaces the VIP before any rule of the pod sees it. A sidecar's rules that redirect
-//! connections, and rules of a cluster inside of a pod, then see an endpoint. The kernel does not report rules in other
-//! network namespaces, so the thread looks at them.
+//! connections, and rules of a cluster inside of a pod, then see an endpoint. Packets of a raw socket keep the VIP, and
+//! belong to a flow of another socket, perhaps. The kernel reports neither in other network namespaces, so the thread
+//! looks at them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,7 +17,7 @@ use std::{
 
 use dataplane_common::{
     packet::Iface,
-    tables::by_packets::{ASKED, NESTED, RULES},
+    tables::by_packets::{ASKED, NESTED, RAW, RULES},
 };
 use kernel::{ByPackets, KnownPods, Own, PacketTables, PodNamespace};
 use model::Place;
@@ -186,6 +187,7 @@ fn value(
     let why = match pod.own {
         Some(Own::Rules) => RULES,
         Some(Own::Nested) => NESTED,
+        Some(Own::Raw) => RAW,
         None => ASKED,
     };
     chosen

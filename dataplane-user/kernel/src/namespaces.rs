@@ -51,6 +51,8 @@ pub struct Visited<T> {
     /// Directories that could not be listed, and namespaces that could not be read. While this is not
     /// empty, a namespace that is missing from `found` may exist.
     pub unread: Vec<(PathBuf, io::Error)>,
+    /// A process of each namespace that has one, by the device and inode number of the namespace's file.
+    pub processes: HashMap<(u64, u64), u32>,
 }
 
 /// Runs `work` once in every network namespace that has a name or a process, on a separate thread. `work` gets the path
@@ -63,6 +65,7 @@ pub fn visit<T: Send>(work: impl FnMut(&Path) -> io::Result<T> + Send) -> Visite
     visited.unwrap_or_else(|error| Visited {
         found: Vec::new(),
         unread: vec![(PROCESSES.into(), error)],
+        processes: HashMap::new(),
     })
 }
 
@@ -148,6 +151,7 @@ fn visit_here<T>(
     let mut visited = Visited {
         found: Vec::new(),
         unread,
+        processes: HashMap::new(),
     };
     let mut paths = paths.into_iter();
     loop {
@@ -155,7 +159,7 @@ fn visit_here<T>(
         while opened.len() < AT_ONCE
             && let Some(path) = paths.next()
         {
-            match open_new(&path, &mut seen) {
+            match open_new(&path, &mut seen, &mut visited.processes) {
                 Ok(file) => opened.extend(file.map(|file| (path, file))),
                 Err(error) => visited.unread.push((path, error)),
             }
@@ -177,11 +181,24 @@ fn visit_here<T>(
     }
 }
 
+/// The process whose namespace a path like `/proc/PID/ns/net` is.
+fn process(path: &Path) -> Option<u32> {
+    let rest = path.strip_prefix(PROCESSES).ok()?;
+    rest.iter().next()?.to_str()?.parse().ok()
+}
+
 /// Opens a network namespace; `None`: it is among those that were `seen`, or is gone.
-fn open_new(path: &Path, seen: &mut HashSet<(u64, u64)>) -> io::Result<Option<File>> {
+fn open_new(
+    path: &Path,
+    seen: &mut HashSet<(u64, u64)>,
+    processes: &mut HashMap<(u64, u64), u32>,
+) -> io::Result<Option<File>> {
     let mut open = || {
         let metadata = fs::metadata(path)?;
         let key = (metadata.dev(), metadata.ino());
+        if let Some(process) = process(path) {
+            processes.entry(key).or_insert(process);
+        }
         if seen.contains(&key) {
             return Ok(None);
         }
@@ -278,6 +295,12 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
+
+    #[test]
+    fn paths_of_processes_are_told_from_names() {
+        assert_eq!(process(Path::new("/proc/17/ns/net")), Some(17));
+        assert_eq!(process(Path::new("/run/netns/17")), None);
+    }
 
     #[test]
     fn a_process_that_ends_does_not_hide_a_namespace_and_an_error_is_no_absence() {

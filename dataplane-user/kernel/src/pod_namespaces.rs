@@ -1,18 +1,19 @@
 //! The network namespaces of this node's pods, and namespaces nested in them: whether rules of their own translate the
-//! packets that they send.
+//! packets that they send, and whether something else than a socket's call sends packets there.
 
 use std::{
     collections::{BTreeSet, HashMap},
     fs::{self, File},
     io,
     os::{fd::AsFd as _, unix::fs::MetadataExt as _},
-    path::{Path, PathBuf},
+    path::PathBuf,
 };
 
 use super::{
     error::{Doing, Error},
     namespaces, netfilter, netns_cookie,
     sockets::other_ends,
+    xfrm,
 };
 
 /// A network namespace of a pod's processes.
@@ -22,17 +23,20 @@ pub struct PodNamespace {
     pub cookie: u64,
     /// The pod's interface on the node by which its packets come.
     pub interface: u32,
-    /// Why its rules have to see the destinations that its sockets ask for; `None`: they need not.
+    /// Why its packets have to keep the destinations that its sockets ask for; `None`: they need not.
     pub own: Option<Own>,
 }
 
-/// The reason why the rules in a network namespace have to see the destinations of its sockets.
+/// The reason why the packets of a network namespace have to keep the destinations of its sockets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Own {
     /// NAT rules at the output hook translate the pod's own packets.
     Rules,
     /// Its packets leave by another network namespace of the pod's, whose rules may translate them.
     Nested,
+    /// It has a raw socket for UDP, or an IPsec association: their packets and those of a socket with the same
+    /// ports are one flow, for which only the packet path can choose one endpoint.
+    Raw,
 }
 
 /// The device and the number of a namespace's file.
@@ -42,11 +46,10 @@ type Key = (u64, u64);
 struct Visited {
     key: Key,
     cookie: u64,
-    /// The process by which the namespace was entered, if it has one.
-    process: Option<u32>,
     /// The pod's interfaces on the node whose other ends it has.
     ends: Vec<u32>,
     has_rules: bool,
+    has_ipsec: bool,
 }
 
 /// The constant facts about a pod's namespace: its cookie, and the pod's interfaces on the node.
@@ -85,8 +88,8 @@ pub fn pod_namespaces(
         Ok(Visited {
             key,
             cookie,
-            process: process(path),
             has_rules: !ends.is_empty() && netfilter::has_nat_at_output()?,
+            has_ipsec: !ends.is_empty() && xfrm::has_associations()?,
             ends,
         })
     });
@@ -97,11 +100,18 @@ pub fn pod_namespaces(
         .collect();
     let mut found = Vec::new();
     for namespace in &visited.found {
+        let process = visited.processes.get(&namespace.key).copied();
         let (interface, own) = if let Some(interface) = namespace.ends.first() {
-            (*interface, namespace.has_rules.then_some(Own::Rules))
+            let raw = || {
+                let raw = namespace.has_ipsec || process.is_some_and(has_raw_sockets);
+                raw.then_some(Own::Raw)
+            };
+            (
+                *interface,
+                namespace.has_rules.then_some(Own::Rules).or_else(raw),
+            )
         } else {
-            let around = namespace.process;
-            let around = around.and_then(|process| around_of(process, namespace.key, &of_pods));
+            let around = process.and_then(|process| around_of(process, namespace.key, &of_pods));
             match around {
                 Some(interface) => (interface, Some(Own::Nested)),
                 None => continue,
@@ -116,10 +126,24 @@ pub fn pod_namespaces(
     Ok(found)
 }
 
-/// The process whose namespace a path like `/proc/PID/ns/net` is.
-fn process(path: &Path) -> Option<u32> {
-    let rest = path.strip_prefix("/proc").ok()?;
-    rest.iter().next()?.to_str()?.parse().ok()
+/// Whether a process's network namespace has a raw socket for UDP. One for any protocol (`IPPROTO_RAW`) does not count,
+/// because `iptables-legacy` opens one whenever it runs. The list of a process that has ended is empty: the next look finds another process, or none.
+///
+/// The kernel lists the socket's protocol as its local port (`raw_sock_seq_show`, net/ipv4/raw.c). Many kernels lack the
+/// other list (`INET_RAW_DIAG`).
+fn has_raw_sockets(process: u32) -> bool {
+    ["raw", "raw6"].into_iter().any(|list| {
+        let text = fs::read_to_string(format!("/proc/{process}/net/{list}"));
+        text.unwrap_or_default().lines().skip(1).any(sends_udp)
+    })
+}
+
+/// Whether a line of /proc/net/raw is about a socket for UDP: `  17: 00000000:0011 …`.
+fn sends_udp(line: &str) -> bool {
+    let local = line.split_ascii_whitespace().nth(1);
+    let protocol = local.and_then(|local| local.rsplit_once(':'));
+    let protocol = protocol.and_then(|(_, port)| i32::from_str_radix(port, 16).ok());
+    protocol == Some(libc::IPPROTO_UDP)
 }
 
 /// Returns the interface of a pod if an ancestor of a process is in that pod's namespace and the process is in a
@@ -167,8 +191,17 @@ mod tests {
     }
 
     #[test]
-    fn paths_of_processes_are_told_from_names() {
-        assert_eq!(process(Path::new("/proc/17/ns/net")), Some(17));
-        assert_eq!(process(Path::new("/run/netns/17")), None);
+    fn raw_sockets_are_found_by_their_protocol() {
+        let line = |local: &str| {
+            format!(
+                "   17: {local} 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 4711 2 0 0"
+            )
+        };
+        assert!(sends_udp(&line("00000000:0011")));
+        assert!(!sends_udp(&line("0A0AF40A:00FF")));
+        assert!(sends_udp(&line("00000000000000000000000000000000:0011")));
+        // ICMP: ping.
+        assert!(!sends_udp(&line("00000000:0001")));
+        assert!(!sends_udp(""));
     }
 }

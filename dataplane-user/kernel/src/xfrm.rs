@@ -12,12 +12,14 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 use super::{
     error::{Doing, Error},
-    netlink::{Netlink, attributes},
+    netlink::{Netlink, attributes, content},
 };
 
 const XFRM_MSG_GETPOLICY: u16 = 0x15;
+const XFRM_MSG_GETSADINFO: u16 = 0x23;
 const XFRM_MSG_GETDEFAULT: u16 = 0x28;
 
+const XFRMA_SAD_CNT: u16 = 1;
 const XFRMA_TMPL: u16 = 5;
 const XFRMA_POLICY_TYPE: u16 = 16;
 const XFRMA_MARK: u16 = 21;
@@ -108,6 +110,28 @@ fn list() -> io::Result<Vec<Policy>> {
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
         asked => asked?,
     }
+    Ok(found)
+}
+
+/// Whether this network namespace has an IPsec association, with which the kernel sends packets of its own (ESP in UDP).
+///
+/// Asks for their number, because a list of them has their keys.
+///
+/// # Errors
+/// If the query to the kernel fails. A kernel without IPsec has none, which is not an error.
+pub fn has_associations() -> io::Result<bool> {
+    let mut netlink = match Netlink::open(NETLINK_XFRM) {
+        Ok(netlink) => netlink,
+        Err(error) if is_absent(&error) => return Ok(false),
+        Err(error) => return Err(error),
+    };
+    let mut found = false;
+    netlink.get(XFRM_MSG_GETSADINFO, &[0; 4], |answer| {
+        // Flags, then attributes (`build_sadinfo`, net/xfrm/xfrm_user.c).
+        let attributes = answer.get(4..).unwrap_or_default();
+        let count = content(attributes, XFRMA_SAD_CNT);
+        found |= count.is_some_and(|count| count.iter().any(|byte| *byte != 0));
+    })?;
     Ok(found)
 }
 

@@ -376,7 +376,19 @@ fn beside_a_tunnel(path: &str) -> Result<()> {
         path != "fast" || refused(&cluster)? > 0,
         "nothing was counted"
     );
-    Ok(())
+    // A pod with an association of its own: the kernel may send parts of a socket's flow there.
+    client.ip(&format!(
+        "xfrm state add src 10.244.2.9 dst 10.96.0.10 proto esp spi 1 mode tunnel aead rfc4106(gcm(aes)) {KEY} 128"
+    ))?;
+    eventually(|| {
+        let status = status(&cluster)?;
+        let reason = &status["by_packets"][0]["reason"];
+        ensure!(
+            reason.as_str().is_some_and(|why| why.contains("IPsec")),
+            "{reason}"
+        );
+        Ok(())
+    })
 }
 
 /// A policy without an association: the kernel sends no packet that the policy covers, and neither do our programs. From

@@ -4,7 +4,7 @@ use std::fs;
 
 use dataplane_common::{
     packet::Iface,
-    tables::by_packets::{NESTED, RULES},
+    tables::by_packets::{NESTED, RAW, RULES},
 };
 use kernel::keep_nat;
 
@@ -285,6 +285,7 @@ fn by_packets(paths: &kernel::Paths) -> Result<Vec<ByPackets>, kernel::Error> {
         let reason = match u32::try_from(why).unwrap_or_default() {
             RULES => "its network namespace has NAT rules at the output hook",
             NESTED => "a network namespace that is nested in the pod's",
+            RAW => "its network namespace has raw sockets for UDP, or IPsec",
             _ => "packets.packetsOnly, or the pod's annotation",
         };
         ByPackets {

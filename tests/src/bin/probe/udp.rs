@@ -61,6 +61,9 @@ pub struct Arguments {
     /// Send each datagram by a raw socket, from the address and port that the client is bound to
     #[arg(long, requires_all = ["local", "local_port"])]
     raw: bool,
+    /// Then send every second datagram by the socket itself
+    #[arg(long, requires = "raw", conflicts_with = "deaf")]
+    alternate: bool,
     /// Then let no socket take the answers: the kernel answers them with an error
     #[arg(long, requires = "raw")]
     deaf: bool,
@@ -99,6 +102,10 @@ impl Arguments {
 pub fn run(arguments: &Arguments) -> Result<()> {
     let mut kept = None;
     let workers = workers(arguments)?;
+    let others = Others {
+        raw: raw(arguments)?,
+        workers,
+    };
     let stop = Arc::new(AtomicBool::new(false));
     let count = if arguments.until_stdin_closes {
         let stop = Arc::clone(&stop);
@@ -130,14 +137,14 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             let result = kept
                 .take()
                 .map_or_else(
-                    || match workers.first() {
+                    || match others.workers.first() {
                         Some(worker) => worker.try_clone(),
                         None => open(arguments, to),
                     },
                     |socket| again(socket, arguments, to, number),
                 )
                 .and_then(|socket| {
-                    let result = exchange(&socket, &workers, to, arguments, number, &mut attempt);
+                    let result = exchange(&socket, &others, to, arguments, number, &mut attempt);
                     if arguments.one_socket && !(arguments.replace_broken && result.is_err()) {
                         kept = Some(socket);
                     }
@@ -208,8 +215,27 @@ fn send_by(
     Ok(())
 }
 
+/// The sockets beside that of an attempt.
+struct Others {
+    /// Sockets that share a port.
+    workers: Vec<UdpSocket>,
+    /// A raw socket.
+    raw: Option<Socket>,
+}
+
+/// Opens the raw socket, at the address that the client is bound to.
+fn raw(arguments: &Arguments) -> io::Result<Option<Socket>> {
+    let Some(local) = arguments.target.local.filter(|_| arguments.raw) else {
+        return Ok(None);
+    };
+    let bound = SocketAddr::new(local, 0);
+    let raw = Socket::new(Domain::for_address(bound), Type::RAW, Some(Protocol::UDP))?;
+    raw.bind(&bound.into())?;
+    Ok(Some(raw))
+}
+
 /// Sends a datagram by a raw socket, from the address and port of another socket.
-fn send_raw(from: SocketAddr, payload: &[u8], to: SocketAddr) -> io::Result<()> {
+fn send_raw(raw: &Socket, from: SocketAddr, payload: &[u8], to: SocketAddr) -> io::Result<()> {
     let [from_octets, to_octets] = [from, to].map(|end| match end.ip() {
         IpAddr::V4(ip) => ip.octets().to_vec(),
         IpAddr::V6(ip) => ip.octets().to_vec(),
@@ -232,8 +258,6 @@ fn send_raw(from: SocketAddr, payload: &[u8], to: SocketAddr) -> io::Result<()> 
     }
     let sum = u16::try_from(!sum & 0xffff).map_err(io::Error::other)?;
     datagram[6..8].copy_from_slice(&if sum == 0 { 0xffff } else { sum }.to_be_bytes());
-    let raw = Socket::new(Domain::for_address(to), Type::RAW, Some(Protocol::UDP))?;
-    raw.bind(&SocketAddr::new(from.ip(), 0).into())?;
     raw.send_to(&datagram, &SocketAddr::new(to.ip(), 0).into())?;
     Ok(())
 }
@@ -294,7 +318,7 @@ fn again(
 
 fn exchange(
     socket: &UdpSocket,
-    workers: &[UdpSocket],
+    others: &Others,
     address: SocketAddr,
     arguments: &Arguments,
     number: u32,
@@ -302,17 +326,19 @@ fn exchange(
 ) -> io::Result<()> {
     let payload = number.to_be_bytes();
     let begin = Instant::now();
+    let by_itself = arguments.alternate && !number.is_multiple_of(2);
+    let workers = &others.workers;
     if let Some(worker) = workers.get(number as usize % workers.len().max(1)) {
         worker.send_to(&payload, address)?;
-    } else if arguments.raw {
-        send_raw(socket.local_addr()?, &payload, address)?;
+    } else if let Some(raw) = others.raw.as_ref().filter(|_| !by_itself) {
+        send_raw(raw, socket.local_addr()?, &payload, address)?;
     } else if arguments.pktinfo.is_some() || arguments.source.is_some() {
         let by = (arguments.pktinfo.as_deref(), arguments.source);
         send_by(socket, &payload, address, by, !arguments.unconnected)?;
     } else if arguments.twice {
         let is_connected = !arguments.unconnected || arguments.connects(number);
         send_twice(socket, &payload, (!is_connected).then_some(address))?;
-    } else if arguments.unconnected && !arguments.connects(number) {
+    } else if (arguments.unconnected || by_itself) && !arguments.connects(number) {
         socket.send_to(&payload, address)?;
     } else {
         socket.send(&payload)?;

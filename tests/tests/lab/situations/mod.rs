@@ -47,6 +47,7 @@ scenarios! {
     a_tenant_takes_no_answers_of_the_node,
     sockets_in_situations,
     packets_of_the_node,
+    a_raw_socket_and_sendto_reach_one_endpoint,
     two_first_datagrams_of_the_node_are_both_answered,
     interfaces_of_nodes,
 }
@@ -124,6 +125,41 @@ fn two_first_datagrams_of_the_node_are_both_answered() -> Result<()> {
             }
         }
         outcome?;
+    }
+    Ok(())
+}
+
+/// A pod's raw socket, and `sendto()` of the same source port: as IKE beside the kernel's ESP in UDP.
+fn a_raw_socket_and_sendto_reach_one_endpoint() -> Result<()> {
+    const PORTS: u16 = 8;
+    for worker in [Worker::KubeProxy(Mode::IptablesNft), Worker::Dataplane] {
+        let situation = Situation::start(worker)?;
+        let raw = "c: udp --raw --local 10.244.1.10 --local-port 4400 --to 10.96.1.12:53 --until-stdin-closes";
+        let _raw = situation.start_probe(raw)?;
+        if let Some(agent) = situation.world.agent() {
+            eventually(|| {
+                run(agent, "status")?
+                    .says(&["raw sockets for UDP, or IPsec"])
+                    .map(drop)
+            })?;
+        }
+        for (from, to) in [
+            ("10.244.1.10", "10.96.1.11:53"),
+            ("fd00:10:244:1::10", "[fd00:96::111]:53"),
+        ] {
+            for number in 0..PORTS {
+                let port = 4401 + number;
+                eventually(|| {
+                    let client = format!(
+                        "c: udp --raw --alternate --local {from} --local-port {port} --to {to} --count 8"
+                    );
+                    let seen = situation.ask(&client, &row("", ""))?;
+                    let one = ["b1", "b2", "r1"].map(|name| format!("{name} as {to}"));
+                    ensure!(one.contains(&seen), "{client}: {seen}");
+                    Ok(())
+                })?;
+            }
+        }
     }
     Ok(())
 }
