@@ -47,7 +47,7 @@ impl core::fmt::Debug for Kind {
 }
 
 layout! {
-    /// The pool that answers a [`FrontendKey`], in one word. It never changes while the key belongs to one service:
+    /// The pool that answers a [`FrontendKey`](super::FrontendKey), in one word. It never changes while the key belongs to one service:
     /// only the pool changes.
     ///
     /// Bits 0-31: index into `POOLS`, 0 (which is never a pool) for [`Kind::NODE_ADDRESS`]; 32-39: the
