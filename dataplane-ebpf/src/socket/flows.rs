@@ -158,11 +158,11 @@ pub fn remember<F: Family>(call: &SockAddr<F>, new: &Peer) -> bool {
         return false;
     }
     sets::find::<PeerSets>(owner, |flow| {
-        note(flows, flow);
+        flows_note(flows, flow);
         withdraw(flow);
         false
     });
-    note(flows, new) != 0
+    flows_note(flows, new) != 0
 }
 
 /// Remembers the flow of a socket that has no place, in a place. Returns whether the socket has flows to this VIP only: another
@@ -209,10 +209,14 @@ fn is_same(flow: *const Peer, new: &Peer) -> bool {
 }
 
 /// Notes a flow in the socket's storage, instead of an earlier one to the same VIP, else of the oldest. Returns 1 if it
-/// is new. (Not inlined, because several calls of it follow each other.) The flow may be in the socket's place, and
-/// another thread may withdraw it, having noted it.
+/// is new. The flow may be in the socket's place, and another thread may withdraw it, having noted it. With external
+/// linkage: the verifier looks at it once, which saves it half of its work on `sendmsg`.
+#[unsafe(no_mangle)]
 #[inline(never)]
-fn note(flows: *mut UdpFlows, new: *const Peer) -> u32 {
+extern "C" fn flows_note(flows: *mut UdpFlows, new: *const Peer) -> u32 {
+    if flows.is_null() || new.is_null() {
+        return 0;
+    }
     // SAFETY: the socket's place, or the caller's.
     let (new, port) = unsafe { (&*new, read_volatile(&raw const (*new).endpoint_port)) };
     if port == Port::ANY {
