@@ -43,6 +43,11 @@ impl Tunnelled {
     /// # Errors
     /// Fails if the machine lacks a program, or `ztunnel` names none.
     pub fn prepare(lab: &Lab, ztunnel: Option<&Path>) -> anyhow::Result<Self> {
+        let ztunnel = ztunnel.map(|program| {
+            let found = fs::canonicalize(program);
+            found.with_context(|| format!("--ztunnel: cannot find {}", program.display()))
+        });
+        let ztunnel = ztunnel.transpose()?;
         let files = tempfile::tempdir()?;
         let file = |name| files.path().join(name);
         let authority = file(AUTHORITY);
@@ -53,12 +58,7 @@ impl Tunnelled {
         let list = json!({ "apiVersion": "v1", "kind": "List", "items": objects });
         fs::write(file(PODS), list.to_string())?;
         let mut authorities = vec![];
-        if let Some(program) = ztunnel {
-            ensure!(
-                program.is_file(),
-                "--ztunnel: there is no program {}",
-                program.display()
-            );
+        if ztunnel.is_some() {
             let pods = pods(lab, Relay::Ztunnel);
             let xds = json!({ "workloads": pods.map(ztunnel::workload) });
             fs::write(file(XDS), xds.to_string())?;
@@ -68,7 +68,7 @@ impl Tunnelled {
             }
         }
         Ok(Self {
-            ztunnel: ztunnel.map(Path::to_owned),
+            ztunnel,
             _authorities: authorities,
             files,
         })
