@@ -62,7 +62,7 @@ enum Command {
 
 #[derive(Args)]
 struct Options {
-    /// Measure fewer rounds and sizes, within half a minute
+    /// Measure fewer rounds and sizes, within half a minute (relay: longer)
     #[arg(long)]
     quick: bool,
     /// Also write the figures to this file as JSON: an array of objects with bench, path, case,
