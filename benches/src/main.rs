@@ -1,6 +1,12 @@
 //! `cargo xtask bench`: measures the dataplane beside the programs that it replaces.
 
-use std::{fs::File, io::Write as _, path::PathBuf, process::ExitCode, time::Duration};
+use std::{
+    fs::File,
+    io::Write as _,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Duration,
+};
 
 use anyhow::Context as _;
 use clap::{Args, Parser};
@@ -30,9 +36,9 @@ enum Command {
     /// Services reached by packets, from outside and from pods whose sockets the agent does not see:
     /// connect, round trip, throughput, and the cost of a new flow
     Packet(Options),
-    /// The L4 proxy beside HAProxy, nginx and tokio's copy: throughput, round trip, connections/s,
-    /// CPU, and memory for idle connections
-    Relay(Options),
+    /// The L4 proxy beside HAProxy, nginx and tokio's copy, and tunnels beside Istio's ztunnel: throughput, round trip,
+    /// connections/s, handshakes/s, CPU, and memory for idle connections
+    Relay(RelayOptions),
     /// The DNS server beside unbound, dnsmasq and BIND: queries/s and CPU; a pod's lookups on its node and at the
     /// cluster's DNS, the agent's memory, and the time until a new service is answered
     Dns(Options),
@@ -56,13 +62,23 @@ enum Command {
 
 #[derive(Args)]
 struct Options {
-    /// Measure fewer rounds and sizes, within half a minute
+    /// Measure fewer rounds and sizes, within half a minute (relay: longer)
     #[arg(long)]
     quick: bool,
     /// Also write the figures to this file as JSON: an array of objects with bench, path, case,
     /// services, metric, unit, value, baseline, ratio and failed turns
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+}
+
+#[derive(Args)]
+struct RelayOptions {
+    #[command(flatten)]
+    options: Options,
+    /// Program of Istio's ztunnel, which then takes part on both nodes of a tunnel. Without it, tunnels are compared with
+    /// their limit alone
+    #[arg(long, value_name = "PROGRAM")]
+    ztunnel: Option<PathBuf>,
 }
 
 #[derive(Args)]
@@ -90,22 +106,28 @@ fn main() -> anyhow::Result<ExitCode> {
                 say!("{}", file.display());
             }
         }
-        Command::Socket(options) => measure(&options, &[socket])?,
+        Command::Socket(options) => measure(&options, &[&socket])?,
         Command::Sync(SyncOptions { soak: true, .. }) => sync::soak::run(SOAK)?,
-        Command::Sync(SyncOptions { options, .. }) => measure(&options, &[sync])?,
-        Command::Packet(options) => measure(&options, &[packet])?,
-        Command::Relay(options) => measure(&options, &[relay])?,
-        Command::Dns(options) => measure(&options, &[of_dns])?,
-        Command::Import(options) => measure(&options, &[of_import])?,
+        Command::Sync(SyncOptions { options, .. }) => measure(&options, &[&sync])?,
+        Command::Packet(options) => measure(&options, &[&packet])?,
+        Command::Relay(RelayOptions { options, ztunnel }) => {
+            measure(&options, &[&|quick| relay(quick, ztunnel.as_deref())])?;
+        }
+        Command::Dns(options) => measure(&options, &[&of_dns])?,
+        Command::Import(options) => measure(&options, &[&of_import])?,
         Command::All(options) => {
-            measure(&options, &[socket, sync, packet, relay, of_dns, of_import])?;
+            let relay = |quick| relay(quick, None);
+            measure(
+                &options,
+                &[&socket, &sync, &packet, &relay, &of_dns, &of_import],
+            )?;
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// A benchmark: measures, prints, and returns its figures and targets.
-type Bench = fn(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)>;
+/// A benchmark: measures, prints, and returns its figures and targets. Its argument: whether it is `--quick`.
+type Bench<'a> = &'a dyn Fn(bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)>;
 
 fn socket(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
     let extent = if quick { socket::QUICK } else { socket::FULL };
@@ -134,13 +156,13 @@ fn packet(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
     Ok((rows, targets))
 }
 
-fn relay(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
+fn relay(quick: bool, ztunnel: Option<&Path>) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
     let extent = if quick {
         relay::Extent::QUICK
     } else {
         relay::Extent::FULL
     };
-    let rows = relay::run(&extent)?;
+    let rows = relay::run(&extent, ztunnel)?;
     print_paths(&rows, &relay::CASE_NAMES);
     let targets = relay::targets(&rows);
     Ok((rows, targets))
@@ -165,7 +187,7 @@ fn of_import(quick: bool) -> anyhow::Result<(Vec<Row>, Vec<Target>)> {
     Ok((rows, targets))
 }
 
-fn measure(options: &Options, benches: &[Bench]) -> anyhow::Result<()> {
+fn measure(options: &Options, benches: &[Bench<'_>]) -> anyhow::Result<()> {
     // Open the file first. An error then costs no ten minutes of measurement.
     let json = options
         .json

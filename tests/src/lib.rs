@@ -37,6 +37,8 @@ mod patience;
 mod programs;
 pub mod report;
 mod requirements;
+#[cfg(feature = "api")]
+pub mod ztunnel;
 
 pub use agent::{Agent, AgentBuilder, PANICS};
 pub use builder::LabBuilder;

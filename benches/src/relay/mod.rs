@@ -1,18 +1,29 @@
-//! `bench relay`: the L4 proxy beside HAProxy, nginx and tokio's copy.
+//! `bench relay`: the L4 proxy beside HAProxy, nginx and tokio's copy, and tunnels beside ztunnel.
 
+mod limit;
 mod plain;
+mod relays;
 mod stage;
+mod targets;
+mod tunnels;
 
-use std::time::{Duration, Instant};
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context as _, ensure};
 
 pub use plain::Plain;
+pub use targets::targets;
 
-use self::stage::{Relay, Stage};
+use self::{
+    relays::Relay,
+    stage::{Cpus, Stage},
+};
 use crate::{
     extent::order,
-    rows::{Rounds, Row, Target, find},
+    rows::{Rounds, Row, find},
     say,
     stats::median,
     worker::Job,
@@ -27,9 +38,8 @@ struct Case {
     /// How many more parts measure only `direct` and `mode: kernel`. The difference between these two is the smallest,
     /// and from one part to the next they vary by several times as much.
     pairs: u32,
-    /// Whether client, proxy and server share one CPU. The figure is then the cost of the proxy alone, without the time
-    /// to wake another CPU, which varies most.
-    one_cpu: bool,
+    /// On one CPU, the figure is the cost of the proxy alone, without the time to wake another CPU, which varies most.
+    cpus: Cpus,
     job: fn(divisor: u32) -> Job,
     /// Metric and unit of the rate.
     rate: (&'static str, &'static str),
@@ -44,6 +54,10 @@ impl Case {
 
     fn pairs(&self, extent: &Extent) -> u32 {
         if extent.divisor == 1 { self.pairs } else { 0 }
+    }
+
+    fn measures(&self, relay: Relay) -> bool {
+        relay.is_tunnel() || self.rate != HANDSHAKES
     }
 }
 
@@ -69,12 +83,15 @@ const PER_GB: Cost = Cost {
 const THROUGHPUT: (&str, &str) = ("gbit_per_s", "Gbit/s");
 const ROUND_TRIP: (&str, &str) = ("rtt_p50", "µs");
 
-const CASES: [Case; 5] = [
+/// Handshakes are those of one client program, at the side that accepts tunnels.
+const HANDSHAKES: (&str, &str) = ("handshakes_per_s", "1/s");
+
+const CASES: [Case; 6] = [
     Case {
         name: "bulk",
         parts: 4,
         pairs: 8,
-        one_cpu: false,
+        cpus: Cpus::All,
         job: BULK,
         rate: THROUGHPUT,
         cost: Some(PER_GB),
@@ -83,7 +100,7 @@ const CASES: [Case; 5] = [
         name: "bulk-1cpu",
         parts: 1,
         pairs: 0,
-        one_cpu: true,
+        cpus: Cpus::One,
         job: BULK,
         rate: THROUGHPUT,
         cost: Some(PER_GB),
@@ -92,7 +109,7 @@ const CASES: [Case; 5] = [
         name: "rtt",
         parts: 2,
         pairs: 0,
-        one_cpu: false,
+        cpus: Cpus::All,
         job: RTT,
         rate: ROUND_TRIP,
         cost: None,
@@ -101,7 +118,7 @@ const CASES: [Case; 5] = [
         name: "rtt-1cpu",
         parts: 1,
         pairs: 0,
-        one_cpu: true,
+        cpus: Cpus::One,
         job: RTT,
         rate: ROUND_TRIP,
         cost: None,
@@ -110,7 +127,7 @@ const CASES: [Case; 5] = [
         name: "conn",
         parts: 8,
         pairs: 64,
-        one_cpu: false,
+        cpus: Cpus::All,
         job: |divisor| Job::Churn {
             count: 8000 / divisor,
             threads: 8,
@@ -122,25 +139,47 @@ const CASES: [Case; 5] = [
             scale: 1e6,
         }),
     },
+    Case {
+        name: "handshake",
+        parts: 4,
+        pairs: 0,
+        cpus: Cpus::Apart,
+        job: |divisor| Job::Handshake {
+            count: 8000 / divisor,
+            threads: 8,
+        },
+        rate: HANDSHAKES,
+        cost: Some(Cost {
+            metric: "cpu_us_per_handshake",
+            unit: "µs",
+            scale: 1e6,
+        }),
+    },
 ];
 
 /// Names of the cases, in order.
-pub const CASE_NAMES: [&str; 8] = [
+pub const CASE_NAMES: [&str; 9] = [
     CASES[0].name,
     CASES[1].name,
     CASES[2].name,
     CASES[3].name,
     CASES[4].name,
+    CASES[5].name,
     "idle-2000",
     "idle-9000",
     "idle-20000",
 ];
 /// The cases of idle connections, each with its number of connections.
 const IDLE: [(&str, u32); 3] = [
-    (CASE_NAMES[5], 2_000),
-    (CASE_NAMES[6], 9_000),
-    (CASE_NAMES[7], 20_000),
+    (CASE_NAMES[6], 2_000),
+    (CASE_NAMES[7], 9_000),
+    (CASE_NAMES[8], 20_000),
 ];
+/// The maximum number of idle connections of tunnels.
+const IDLE_OF_TUNNELS: u32 = 9_000;
+/// Time after which ztunnel's allocator has returned freed memory: its `malloc_conf` has twice 5 s, for dirty and for muzzy
+/// pages.
+const DECAYED: Duration = Duration::from_secs(12);
 
 /// How much to measure.
 #[derive(Clone, Copy, Debug)]
@@ -162,11 +201,11 @@ impl Extent {
     pub const FULL: Self = Self {
         at_least: 5,
         at_most: 11,
-        budget: Duration::from_mins(5),
+        budget: Duration::from_mins(10),
         divisor: 1,
         idle: 20_000,
     };
-    /// A short benchmark, within half a minute.
+    /// A short benchmark.
     pub const QUICK: Self = Self {
         at_least: 3,
         at_most: 3,
@@ -179,15 +218,14 @@ impl Extent {
 /// Returns the order in which the relays take turns. It is random, except that `mode: kernel` and `direct` follow each
 /// other, because their difference is the smallest. The machine's speed at this moment, and the clean-up that other
 /// proxies have left to it, are then equal for both.
-fn turns() -> Vec<Relay> {
-    let others: Vec<Relay> = Relay::ALL
-        .into_iter()
-        .filter(|relay| *relay != Relay::Kernel)
-        .collect();
+fn turns(relays: &[Relay]) -> Vec<Relay> {
+    let others = relays.iter().copied();
+    let others: Vec<Relay> = others.filter(|relay| *relay != Relay::Kernel).collect();
     let mut turns: Vec<Relay> = order(others.len()).iter().map(|at| others[*at]).collect();
-    let direct = turns.iter().position(|relay| *relay == Relay::Direct);
-    let after_it = order(2)[0];
-    turns.insert(direct.unwrap_or_default() + after_it, Relay::Kernel);
+    if let Some(direct) = turns.iter().position(|relay| *relay == Relay::Direct) {
+        let after_it = order(2)[0];
+        turns.insert(direct + after_it, Relay::Kernel);
+    }
     turns
 }
 
@@ -205,6 +243,7 @@ fn amount(job: Job) -> f64 {
         | Job::Query { count }
         | Job::LookUp { count }
         | Job::Churn { count, .. }
+        | Job::Handshake { count, .. }
         | Job::Hold { count } => f64::from(count),
         Job::RoundTrip { count, connections } => f64::from(count) * f64::from(connections),
         // These jobs have no fixed amount, and are not among the cases here.
@@ -212,80 +251,130 @@ fn amount(job: Job) -> f64 {
     }
 }
 
-/// Compares the relays.
+/// The rates and costs of a relay in a case, for each part of each round.
+type Samples = (Rounds, Rounds);
+
+/// Compares the relays. `ztunnel`: the program of Istio's ztunnel, if it takes part.
 ///
 /// # Errors
 /// Fails if the machine lacks a program, or if a relay does not work.
-pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
+pub fn run(extent: &Extent, ztunnel: Option<&Path>) -> anyhow::Result<Vec<Row>> {
     say!("starting the proxies, the server and the client");
-    let mut stage = Stage::build()?;
+    if ztunnel.is_none() {
+        say!("no --ztunnel: without the path ztunnel, and the targets beside it");
+    }
+    let mut stage = Stage::build(ztunnel)?;
     let mut rows = idle(&mut stage, extent)?;
 
-    // Rates and costs by case and relay, for each part of each round.
-    let mut samples: Vec<(Rounds, Rounds)> = vec![(vec![], vec![]); CASES.len() * Relay::ALL.len()];
+    let all = stage.all();
+    // By case and relay.
+    let mut samples: Vec<Samples> = vec![(vec![], vec![]); CASES.len() * Relay::ALL.len()];
+    let mut of_crypto = vec![];
     let start = Instant::now();
     let mut rounds = 0;
     while rounds < extent.at_least || rounds < extent.at_most && start.elapsed() < extent.budget {
         // Two runs of one program differ by up to 2 %, so each round starts new processes.
         stage.restart()?;
-        for (number, case) in CASES.iter().enumerate() {
-            stage.pin(case.one_cpu)?;
-            let parts = case.parts(extent);
-            let job = (case.job)(extent.divisor * parts);
-            let pairs = (0..case.pairs(extent)).flat_map(|_| pair());
-            for relay in (0..parts).flat_map(|_| turns()).chain(pairs) {
-                let (rates, costs) = &mut samples[number * Relay::ALL.len() + relay as usize];
-                let before = stage.cpu(relay);
-                let (mut rate, mut cost) = (vec![], vec![]);
-                match stage.measure(relay, job) {
-                    Ok(value) => {
-                        rate.push(value);
-                        if let (Some(of), true) = (&case.cost, relay.is_process()) {
-                            cost.push((stage.cpu(relay) - before) / amount(job) * of.scale);
-                        }
-                    }
-                    Err(error) => say!("{}: {}: {error:#}", relay.word(), case.name),
-                }
-                rates.push(rate);
-                costs.push(cost);
-            }
+        of_crypto.push(vec![limit::crypto(extent.divisor)?]);
+        for (case, samples) in CASES.iter().zip(samples.chunks_mut(Relay::ALL.len())) {
+            measure(&mut stage, case, extent, &all, samples)?;
         }
         rounds += 1;
         say!("round {rounds} of at most {}", extent.at_most);
     }
 
-    for (number, case) in CASES.iter().enumerate() {
-        let of_case = &mut samples[number * Relay::ALL.len()..][..Relay::ALL.len()];
-        let direct = median(&mut of_case[Relay::Direct as usize].0.concat());
-        let haproxy = median(&mut of_case[Relay::Haproxy as usize].1.concat());
-        for (relay, (rates, costs)) in Relay::ALL.into_iter().zip(of_case) {
-            ensure!(
-                rates.concat().len() * 2 > rates.len(),
-                "{}: {} failed mostly; see above",
-                relay.word(),
-                case.name
-            );
-            let mut row = |(metric, unit), rounds: &[Vec<f64>], baseline, against: f64| {
-                let value = median(&mut rounds.concat());
-                rows.push(Row {
-                    bench: "relay",
-                    path: relay.word(),
-                    case: case.name,
-                    services: 0,
-                    metric,
-                    unit,
-                    value,
-                    baseline: Some(baseline),
-                    ratio: Some(value / against),
-                    failed: 0,
-                    rounds: rounds.to_vec(),
-                });
-            };
-            row(case.rate, rates, "direct", direct);
-            if let (Some(cost), false) = (&case.cost, costs.concat().is_empty()) {
-                row((cost.metric, cost.unit), costs, "haproxy", haproxy);
+    for (case, of_case) in CASES.iter().zip(samples.chunks(Relay::ALL.len())) {
+        let measured = all.iter().filter(|relay| case.measures(**relay));
+        for relay in measured {
+            rows.extend(rows_of(case, *relay, of_case)?);
+        }
+    }
+    rows.extend(limit::rows(&rows, of_crypto));
+    complain_of_client(&rows);
+    Ok(rows)
+}
+
+/// Reports proxies that wait for the client in the case of handshakes: the rates then say nothing about them.
+fn complain_of_client(rows: &[Row]) {
+    for path in [Relay::Hbone, Relay::Ztunnel].map(Relay::word) {
+        let value = |metric| find(rows, path, 0, "handshake", metric).map(|row| row.value);
+        if let (Some(rate), Some(cost)) = (value(HANDSHAKES.0), value("cpu_us_per_handshake")) {
+            let busy = rate * cost / 1e6;
+            if busy < 0.8 {
+                say!(
+                    "{path} used {:.0}% of its CPU for handshakes: {} is the client's, compare only CPU time",
+                    busy * 100.0,
+                    HANDSHAKES.0
+                );
             }
         }
+    }
+}
+
+/// Measures a case once in a round, with all relays that it has.
+fn measure(
+    stage: &mut Stage,
+    case: &Case,
+    extent: &Extent,
+    all: &[Relay],
+    samples: &mut [Samples],
+) -> anyhow::Result<()> {
+    stage.pin(case.cpus)?;
+    let measured: Vec<Relay> = all.iter().copied().filter(|r| case.measures(*r)).collect();
+    let parts = case.parts(extent);
+    let job = (case.job)(extent.divisor * parts);
+    let pairs = (0..case.pairs(extent)).flat_map(|_| pair());
+    for relay in (0..parts).flat_map(|_| turns(&measured)).chain(pairs) {
+        let (rates, costs) = &mut samples[relay as usize];
+        let before = stage.cpu(relay);
+        let (mut rate, mut cost) = (vec![], vec![]);
+        match stage.measure(relay, job) {
+            Ok(value) => {
+                rate.push(value);
+                if let (Some(of), true) = (&case.cost, relay.is_process()) {
+                    cost.push((stage.cpu(relay) - before) / amount(job) * of.scale);
+                }
+            }
+            Err(error) => say!("{}: {}: {error:#}", relay.word(), case.name),
+        }
+        rates.push(rate);
+        costs.push(cost);
+    }
+    Ok(())
+}
+
+/// Returns the rows of a relay in a case.
+fn rows_of(case: &Case, relay: Relay, of_case: &[Samples]) -> anyhow::Result<Vec<Row>> {
+    let direct = median(&mut of_case[Relay::Direct as usize].0.concat());
+    let haproxy = median(&mut of_case[Relay::Haproxy as usize].1.concat());
+    let (rates, costs) = &of_case[relay as usize];
+    ensure!(
+        rates.concat().len() * 2 > rates.len(),
+        "{}: {} failed mostly; see above",
+        relay.word(),
+        case.name
+    );
+    let row = |(metric, unit), rounds: &[Vec<f64>], baseline, against: f64| {
+        let value = median(&mut rounds.concat());
+        // Other relays than tunnels have no handshakes.
+        let is_there = against > 0.0;
+        Row {
+            bench: "relay",
+            path: relay.word(),
+            case: case.name,
+            services: 0,
+            metric,
+            unit,
+            value,
+            baseline: is_there.then_some(baseline),
+            ratio: is_there.then_some(value / against),
+            failed: 0,
+            rounds: rounds.to_vec(),
+        }
+    };
+    let mut rows = vec![row(case.rate, rates, "direct", direct)];
+    if let (Some(cost), false) = (&case.cost, costs.concat().is_empty()) {
+        rows.push(row((cost.metric, cost.unit), costs, "haproxy", haproxy));
     }
     Ok(rows)
 }
@@ -294,13 +383,23 @@ pub fn run(extent: &Extent) -> anyhow::Result<Vec<Row>> {
 /// once.
 fn idle(stage: &mut Stage, extent: &Extent) -> anyhow::Result<Vec<Row>> {
     let mut rows: Vec<Row> = vec![];
+    let start = Instant::now();
     let (most, possible) = (extent.idle, stage.connections);
     if u64::from(most) > possible {
         say!(
             "this user's limit of open files (ulimit -Hn) allows {possible} connections, not {most}"
         );
     }
-    for relay in Relay::ALL.into_iter().filter(|relay| relay.is_process()) {
+    let processes = stage.all().into_iter().filter(|relay| relay.is_process());
+    for relay in processes {
+        let most = if relay.is_tunnel() {
+            most.min(IDLE_OF_TUNNELS)
+        } else {
+            most
+        };
+        if relay.is_tunnel() {
+            std::thread::sleep(DECAYED.saturating_sub(start.elapsed()));
+        }
         let before = stage.memory(relay)?;
         let mut held = 0;
         for (case, count) in IDLE
@@ -314,11 +413,13 @@ fn idle(stage: &mut Stage, extent: &Extent) -> anyhow::Result<Vec<Row>> {
             ensure!(now >= f64::from(count), "only {now} of {count} connections");
             held = count;
             // Wait until the proxy has freed the memory that it frees when it is idle.
-            std::thread::sleep(Duration::from_millis(if extent.divisor == 1 {
-                6_000
+            std::thread::sleep(if relay.is_tunnel() {
+                DECAYED
+            } else if extent.divisor == 1 {
+                Duration::from_secs(6)
             } else {
-                300
-            }));
+                Duration::from_millis(300)
+            });
             rows.push(Row {
                 bench: "relay",
                 path: relay.word(),
@@ -339,79 +440,6 @@ fn idle(stage: &mut Stage, extent: &Extent) -> anyhow::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Returns the targets, each with the measured value.
-pub fn targets(rows: &[Row]) -> Vec<Target> {
-    let value = |path, case, metric| find(rows, path, 0, case, metric);
-    let mut targets = vec![];
-    let mut add = |what: &str, over: Option<&Row>, under: Option<&Row>, at_most: f64| {
-        if let (Some(over), Some(under)) = (over, under) {
-            let (value, uncertainty) = over.over(under);
-            targets.push(Target {
-                what: what.to_owned(),
-                value,
-                at_most,
-                uncertainty,
-            });
-        }
-    };
-    // For metrics that are better the higher they are, use the inverse ratio.
-    add(
-        "throughput, one CPU: HAProxy's / ours",
-        value("haproxy", "bulk-1cpu", "gbit_per_s"),
-        value("dataplane", "bulk-1cpu", "gbit_per_s"),
-        1.0 / 1.3,
-    );
-    for case in ["bulk", "bulk-1cpu"] {
-        add(
-            &format!("CPU per GB, {case}: ours / HAProxy's"),
-            value("dataplane", case, "cpu_s_per_gb"),
-            value("haproxy", case, "cpu_s_per_gb"),
-            0.6,
-        );
-    }
-    for case in ["rtt", "rtt-1cpu"] {
-        add(
-            &format!("round trip, {case}: ours / HAProxy's"),
-            value("dataplane", case, "rtt_p50"),
-            value("haproxy", case, "rtt_p50"),
-            0.95,
-        );
-    }
-    add(
-        "connections/s: nginx's / ours",
-        value("nginx", "conn", "conn_per_s"),
-        value("dataplane", "conn", "conn_per_s"),
-        1.0 / 1.1,
-    );
-    for case in &CASES {
-        let (metric, _) = case.rate;
-        let [direct, kernel] =
-            ["direct", "dataplane-kernel"].map(|path| value(path, case.name, metric));
-        let (over, under, what) = if metric == ROUND_TRIP.0 {
-            (kernel, direct, "mode: kernel / direct")
-        } else {
-            (direct, kernel, "direct / mode: kernel")
-        };
-        add(
-            &format!("{metric}, {}: {what}", case.name),
-            over,
-            under,
-            1.0 / 0.97,
-        );
-    }
-    for (case, count) in IDLE {
-        if let Some(row) = value("dataplane", case, "kib_per_conn") {
-            targets.push(Target {
-                what: format!("KiB per idle connection, of {count}"),
-                value: row.value,
-                at_most: 3.5,
-                uncertainty: 0.0,
-            });
-        }
-    }
-    targets
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -420,7 +448,7 @@ mod tests {
     fn all_have_a_turn_and_those_that_differ_least_are_neighbours() {
         let (mut before, mut after) = (0, 0);
         for _ in 0..200 {
-            let turns = turns();
+            let turns = turns(&Relay::ALL);
             let at = |relay: Relay| {
                 let found = turns.iter().position(|other| *other == relay);
                 found.unwrap_or_else(|| panic!("{} has no turn", relay.word()))

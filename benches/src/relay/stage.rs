@@ -5,11 +5,14 @@
 //! connections of one pod and leaves the other pod alone. So the programs on the captured pod's cgroup do not slow the
 //! other pods. Some programs see every socket of the machine; they are attached only for the turns of the captured
 //! client. The client that connects directly has as little to do between its turns as the captured client.
+//!
+//! The clients and servers of tunnels are in pods on two nodes ([`super::tunnels`]).
 
 use std::{
     fmt::Write as _,
     fs,
-    net::{Ipv4Addr, SocketAddr},
+    net::SocketAddr,
+    ops::Range,
     path::{Path, PathBuf},
     thread,
     time::{Duration, Instant},
@@ -27,97 +30,14 @@ use nix::{
     unistd::Pid,
 };
 
+use super::{
+    relays::{Relay, SEATS, VIP, server},
+    tunnels::{PORT, Tunnelled, Tunnels, check},
+};
 use crate::{
     stage::{carry_out, first},
     worker::{Job, Order, Transport},
 };
-
-/// A way to relay connections.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Relay {
-    /// No relay: the client connects to the server.
-    Direct,
-    /// `dataplane proxy`, with as many workers as there are CPUs. Unlike the other relays, it looks up the original
-    /// destination and chooses an endpoint.
-    Dataplane,
-    /// No process relays: the client is captured with `mode: kernel`, and connects to a VIP.
-    Kernel,
-    /// HAProxy with one thread.
-    Haproxy,
-    /// HAProxy with two threads and `splice-auto`.
-    Haproxy2,
-    /// nginx's stream module with two workers.
-    Nginx,
-    /// tokio's `copy_bidirectional`.
-    Tokio,
-}
-
-impl Relay {
-    /// All relays, in the order of their declaration.
-    pub const ALL: [Self; 7] = [
-        Self::Direct,
-        Self::Dataplane,
-        Self::Kernel,
-        Self::Haproxy,
-        Self::Haproxy2,
-        Self::Nginx,
-        Self::Tokio,
-    ];
-
-    /// Returns the relay's `path` in the rows.
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::Direct => "direct",
-            Self::Dataplane => "dataplane",
-            Self::Kernel => "dataplane-kernel",
-            Self::Haproxy => "haproxy",
-            Self::Haproxy2 => "haproxy-2",
-            Self::Nginx => "nginx",
-            Self::Tokio => "tokio",
-        }
-    }
-
-    /// Returns whether the relay is a process of its own.
-    pub const fn is_process(self) -> bool {
-        !matches!(self, Self::Direct | Self::Kernel)
-    }
-
-    /// Returns the index of the relay's pod in [`SEATS`].
-    const fn seat(self) -> usize {
-        match self {
-            Self::Direct => 1,
-            Self::Kernel => 2,
-            _ => 0,
-        }
-    }
-
-    /// Returns the address that the client connects to.
-    fn address(self) -> SocketAddr {
-        let port = match self {
-            Self::Direct => return server(self.seat()),
-            Self::Dataplane | Self::Kernel => return VIP,
-            Self::Haproxy => 15_011,
-            Self::Haproxy2 => 15_012,
-            Self::Nginx => 15_013,
-            Self::Tokio => 15_014,
-        };
-        SocketAddr::new(server(self.seat()).ip(), port)
-    }
-}
-
-/// The pods, each with its node.
-const SEATS: [(&str, &str); 3] = [
-    ("bench", "node1"),
-    ("direct", "node2"),
-    ("captured", "node3"),
-];
-/// The service's VIP. A pod with proxies that listen at the VIP has it as an address.
-const VIP: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::new(10, 96, 0, 1)), 15_001);
-/// Returns the address of the server in a pod.
-fn server(seat: usize) -> SocketAddr {
-    let node = [1, 2, 3][seat];
-    (Ipv4Addr::new(10, 244, node, 10), 8_080).into()
-}
 
 /// The mesh configuration of the captured pod.
 const MESH: &str =
@@ -131,10 +51,23 @@ const SETTLED: Duration = Duration::from_millis(20);
 /// Time limit for a relay to start to work.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// The CPUs of clients, servers and proxies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cpus {
+    /// All run on all CPUs.
+    All,
+    /// All share the last CPU. Devices tend to interrupt the first.
+    One,
+    /// The proxies have the last CPU for themselves.
+    Apart,
+}
+
 /// The pods with their processes.
 pub struct Stage {
     seats: Vec<Seat>,
     relays: Vec<(Relay, Process)>,
+    tunnels: Vec<(Relay, Tunnels)>,
+    tunnelled: Tunnelled,
     _agent: Agent,
     traced: Traced,
     lab: Lab,
@@ -160,25 +93,30 @@ impl Seat {
 }
 
 impl Stage {
-    /// Makes the pods, and starts all processes in them.
+    /// Makes the pods, and starts all processes in them. `ztunnel`: the program of [`Relay::Ztunnel`].
     ///
     /// # Errors
     /// Fails if the machine lacks a program.
-    pub fn build() -> anyhow::Result<Self> {
+    pub fn build(ztunnel: Option<&Path>) -> anyhow::Result<Self> {
         // All processes started from here inherit the limit.
         let hard = getrlimit(Resource::RLIMIT_NOFILE)?.1;
         let files = setrlimit(Resource::RLIMIT_NOFILE, FILES, FILES).map_or(hard, |()| FILES);
         setrlimit(Resource::RLIMIT_NOFILE, files, files)?;
         let mut builder = Lab::builder();
-        for (number, (name, node)) in SEATS.into_iter().enumerate() {
+        let count = if ztunnel.is_some() {
+            SEATS.len()
+        } else {
+            Relay::Ztunnel.seat()
+        };
+        for (number, (name, node)) in SEATS.into_iter().take(count).enumerate() {
             let address = server(number).ip().to_string();
             builder = builder.node(node).pod(node, name, &address);
         }
         let lab = builder.build()?;
         let mut seats = vec![];
-        for (number, (name, _)) in SEATS.into_iter().enumerate() {
+        for (number, (name, _)) in SEATS.into_iter().take(count).enumerate() {
             let pod = lab.pod(name);
-            if number != Relay::Kernel.seat() {
+            if number < Relay::Kernel.seat() {
                 pod.ip(&format!("address add {}/32 dev lo", VIP.ip()))?;
             }
             pod.sysctl("ipv4/ip_local_port_range", "2000 65000")?;
@@ -192,7 +130,7 @@ impl Stage {
             seats.push(Seat::start(pod, server(number))?);
         }
         let files_of_ours = tempfile::tempdir()?;
-        for number in 0..SEATS.len() {
+        for number in 0..=Relay::Kernel.seat() {
             fs::write(
                 manifest(files_of_ours.path(), number),
                 manifests(server(number)),
@@ -209,6 +147,8 @@ impl Stage {
         let mut stage = Self {
             seats,
             relays: vec![],
+            tunnels: vec![],
+            tunnelled: Tunnelled::prepare(&lab, ztunnel)?,
             connections: files.saturating_sub(500) / 2,
             files: files_of_ours,
             _agent: agent,
@@ -223,17 +163,39 @@ impl Stage {
         self.lab.pod(SEATS[relay.seat()].0)
     }
 
+    /// Returns all relays except ztunnel, if there is no program for it.
+    pub fn all(&self) -> Vec<Relay> {
+        let is_there = |relay: &Relay| relay.seat() < self.seats.len();
+        Relay::ALL.into_iter().filter(is_there).collect()
+    }
+
     fn start_relays(&mut self) -> anyhow::Result<()> {
-        for relay in Relay::ALL {
-            if let Some(command) = self.command(relay)? {
+        let all = self.all();
+        for relay in &all {
+            if relay.is_tunnel() {
+                let tunnels = self.tunnelled.start(&self.lab, *relay)?;
+                self.tunnels.push((*relay, tunnels));
+            } else if let Some(command) = self.command(*relay)? {
                 let process = command.spawn()?;
-                self.relays.push((relay, process));
+                self.relays.push((*relay, process));
             }
         }
-        for relay in Relay::ALL {
-            self.wait_for(relay)?;
+        for relay in all {
+            let works = self.wait_for(relay);
+            if let Some(tunnels) = self.tunnels_of(relay) {
+                works
+                    .and_then(|()| check(self.pod(relay)))
+                    .with_context(|| tunnels.log())?;
+            } else {
+                works?;
+            }
         }
         Ok(())
+    }
+
+    fn tunnels_of(&self, relay: Relay) -> Option<&Tunnels> {
+        let found = self.tunnels.iter().find(|(other, _)| *other == relay);
+        found.map(|(_, tunnels)| tunnels)
     }
 
     /// Restarts proxies, servers and clients, so that no state remains.
@@ -246,6 +208,7 @@ impl Stage {
             process.signal(Signal::SIGTERM)?;
             let _ = process.wait();
         }
+        self.tunnels.clear();
         for (number, seat) in self.seats.iter_mut().enumerate() {
             seat.client.kill();
             seat.server.kill();
@@ -264,7 +227,7 @@ impl Stage {
         let (at, to) = (relay.address(), server(relay.seat()));
         let connections = self.connections;
         let command = match relay {
-            Relay::Direct | Relay::Kernel => return Ok(None),
+            Relay::Direct | Relay::Kernel | Relay::Hbone | Relay::Ztunnel => return Ok(None),
             Relay::Dataplane => pod
                 .command(self.lab.programs().dataplane()?)
                 .args(["proxy", "--access-log", "off", "--admin-addr", "off"])
@@ -347,53 +310,75 @@ impl Stage {
     /// # Errors
     /// Returns the client's error.
     pub fn measure(&mut self, relay: Relay, job: Job) -> anyhow::Result<f64> {
-        let order = Order {
+        let mut order = Order {
             to: vec![relay.address()],
             transport: Transport::Tcp,
             job,
             name: String::new(),
         };
-        if relay == Relay::Kernel {
-            self.traced.attach()?;
+        let mut seat = relay.seat();
+        if let Job::Handshake { .. } = job {
+            // A client that nobody captures.
+            seat = Relay::Direct.seat();
+            order.to = vec![SocketAddr::new(relay.address().ip(), PORT)];
+            order.name = self.tunnelled.certificate().to_string_lossy().into_owned();
         }
+        self.trace(relay, true)?;
         // Every relay's turn starts after a pause of the same length.
         thread::sleep(SETTLED);
-        let result = carry_out(&mut self.seats[relay.seat()].client, &order)
-            .and_then(|values| first(&values));
-        if relay == Relay::Kernel {
-            self.traced.detach()?;
-        }
+        let result =
+            carry_out(&mut self.seats[seat].client, &order).and_then(|values| first(&values));
+        self.trace(relay, false)?;
         result
     }
 
-    /// Restricts clients, servers and proxies to one CPU, or lets them run on all.
-    ///
-    /// # Errors
-    /// Fails if this is not possible.
-    pub fn pin(&self, one: bool) -> anyhow::Result<()> {
-        let count = thread::available_parallelism()?.get();
-        let mut set = CpuSet::new();
-        // The last CPU, because devices tend to interrupt the first.
-        for cpu in if one { count - 1..count } else { 0..count } {
-            set.set(cpu)?;
-        }
-        let own = self
-            .seats
-            .iter()
-            .flat_map(|seat| [seat.client.id(), seat.server.id()]);
-        let relays = self.relays.iter().map(|(_, process)| process.id());
-        for process in own.into_iter().chain(relays).flat_map(with_children) {
-            for thread in threads(process) {
-                // The thread may have ended in the meantime.
-                let _ = sched_setaffinity(Pid::from_raw(thread.cast_signed()), &set);
+    /// Attaches or detaches the programs of a relay's agents that see every socket of the machine.
+    fn trace(&self, relay: Relay, on: bool) -> anyhow::Result<()> {
+        let of_tunnels = self.tunnels_of(relay).into_iter().flat_map(Tunnels::traced);
+        let of_kernel = (relay == Relay::Kernel).then_some(&self.traced);
+        for traced in of_tunnels.chain(of_kernel) {
+            if on {
+                traced.attach()?;
+            } else {
+                traced.detach()?;
             }
         }
         Ok(())
     }
 
+    /// Places clients, servers and proxies on CPUs.
+    ///
+    /// # Errors
+    /// Fails if this is not possible.
+    pub fn pin(&self, cpus: Cpus) -> anyhow::Result<()> {
+        let count = thread::available_parallelism()?.get();
+        let (all, last) = (0..count, count - 1..count);
+        let (ends, proxies) = match cpus {
+            Cpus::All => (all.clone(), all),
+            Cpus::One => (last.clone(), last),
+            Cpus::Apart => (0..last.start.max(1), last),
+        };
+        for seat in &self.seats {
+            place(seat.client.id(), &ends)?;
+            place(seat.server.id(), &ends)?;
+        }
+        let processes = self
+            .all()
+            .into_iter()
+            .flat_map(|relay| self.processes(relay));
+        processes
+            .into_iter()
+            .try_for_each(|process| place(process, &proxies))
+    }
+
     fn processes(&self, relay: Relay) -> Vec<u32> {
-        let found = self.relays.iter().find(|(other, _)| *other == relay);
-        found.map_or_else(Vec::new, |(_, process)| with_children(process.id()))
+        let of_tunnels = self
+            .tunnels_of(relay)
+            .into_iter()
+            .flat_map(Tunnels::processes);
+        let others = self.relays.iter().filter(|(other, _)| *other == relay);
+        let all = others.map(|(_, process)| process.id()).chain(of_tunnels);
+        all.flat_map(with_children).collect()
     }
 
     /// Returns the CPU time that a relay has used so far, in seconds.
@@ -446,6 +431,19 @@ fn start_client(pod: &Host) -> anyhow::Result<Process> {
         .command(std::env::current_exe()?)
         .args(["worker", "client"]);
     Ok(client.stdin_piped().stdout_piped().spawn()?)
+}
+
+/// Restricts a process and its threads to CPUs.
+fn place(process: u32, cpus: &Range<usize>) -> anyhow::Result<()> {
+    let mut set = CpuSet::new();
+    for cpu in cpus.clone() {
+        set.set(cpu)?;
+    }
+    for thread in threads(process) {
+        // The thread may have ended in the meantime.
+        let _ = sched_setaffinity(Pid::from_raw(thread.cast_signed()), &set);
+    }
+    Ok(())
 }
 
 fn threads(process: u32) -> Vec<u32> {

@@ -3,6 +3,7 @@
 use std::{
     io::{BufRead as _, ErrorKind, Read as _, Write as _},
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket},
+    path::Path,
     thread,
     time::{Duration, Instant},
 };
@@ -14,7 +15,7 @@ use socket2::{SockAddr, Socket};
 
 use super::{
     ANSWERED, Answer, DATAGRAM, ECHO, HOLD, Job, Order, SILENT, STEADY, STEADY_SEND, STREAM,
-    Transport, WARM_UP, WINDOW, socket,
+    Transport, WARM_UP, WINDOW, handshake::Client, socket,
 };
 use crate::{
     clock::monotonic_ms,
@@ -60,6 +61,7 @@ fn carry_out(order: &Order, held: &mut Vec<Socket>) -> anyhow::Result<Vec<f64>> 
             Ok(sums)
         }
         Job::Churn { count, threads } => slices(|| churn(order, count / SLICES, threads)).map(one),
+        Job::Handshake { count, threads } => handshakes(order, count, threads).map(one),
         Job::Crowd { clients, millis } => crowd(order, clients, millis),
         Job::Paced { per_milli, millis } => paced(order, per_milli, millis).map(one),
         Job::Flows { ports } => flows(order, ports).map(one),
@@ -310,21 +312,26 @@ fn hold(order: &Order, count: u32, held: &mut Vec<Socket>) -> anyhow::Result<f64
 }
 
 fn churn(order: &Order, count: u32, threads: u32) -> anyhow::Result<f64> {
-    let each = count.div_ceil(threads);
     let byte = byte_for(order.transport);
+    rate(count, threads, || {
+        let (mut socket, to) = fresh(order)?;
+        socket.connect(&to)?;
+        exchange(&mut socket, byte)
+    })
+}
+
+/// Returns how often per second several threads do `one`.
+fn rate(
+    count: u32,
+    threads: u32,
+    one: impl Fn() -> std::io::Result<()> + Sync,
+) -> anyhow::Result<f64> {
+    let each = count.div_ceil(threads);
     let start = Instant::now();
     thread::scope(|scope| -> anyhow::Result<()> {
+        let one = &one;
         let threads: Vec<_> = (0..threads)
-            .map(|_| {
-                scope.spawn(move || -> std::io::Result<()> {
-                    for _ in 0..each {
-                        let (mut socket, to) = fresh(order)?;
-                        socket.connect(&to)?;
-                        exchange(&mut socket, byte)?;
-                    }
-                    Ok(())
-                })
-            })
+            .map(|_| scope.spawn(move || (0..each).try_for_each(|_| one())))
             .collect();
         for thread in threads {
             match thread.join() {
@@ -335,6 +342,18 @@ fn churn(order: &Order, count: u32, threads: u32) -> anyhow::Result<f64> {
         Ok(())
     })?;
     Ok(f64::from(each * threads) / start.elapsed().as_secs_f64())
+}
+
+/// See [`Job::Handshake`].
+fn handshakes(order: &Order, count: u32, threads: u32) -> anyhow::Result<f64> {
+    let client = Client::read(Path::new(&order.name))?;
+    slices(|| {
+        rate(count / SLICES, threads, || {
+            let (socket, to) = fresh(order)?;
+            socket.connect(&to)?;
+            client.shake_hands(TcpStream::from(socket))
+        })
+    })
 }
 
 #[expect(clippy::cast_precision_loss, reason = "below 2^52 bits")]

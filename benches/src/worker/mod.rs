@@ -3,6 +3,7 @@
 //! measurement.
 
 mod client;
+mod handshake;
 mod server;
 
 use std::net::{IpAddr, SocketAddr};
@@ -35,7 +36,8 @@ pub struct Order {
     pub transport: Transport,
     /// The measurement.
     pub job: Job,
-    /// The name that [`Job::LookUp`] and [`Job::Await`] look up.
+    /// The name that [`Job::LookUp`] and [`Job::Await`] look up; the file with the certificate and the key of
+    /// [`Job::Handshake`].
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub name: String,
 }
@@ -69,6 +71,13 @@ pub enum Job {
     /// Sockets per second that connect, exchange one byte and close, from several threads.
     Churn {
         /// Number of sockets of all threads together.
+        count: u32,
+        /// Number of threads.
+        threads: u32,
+    },
+    /// Handshakes of TLS and HTTP/2 per second, with certificates of both sides and without resumption, from several threads.
+    Handshake {
+        /// Number of handshakes of all threads together.
         count: u32,
         /// Number of threads.
         threads: u32,

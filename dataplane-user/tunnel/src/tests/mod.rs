@@ -3,6 +3,7 @@
 mod faults;
 pub mod fixture;
 mod floods;
+mod fuzz;
 mod pooling;
 mod raw;
 mod streams;

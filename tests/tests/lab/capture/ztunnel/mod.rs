@@ -1,6 +1,5 @@
 //! Tunnels between the agent and Istio's ztunnel, both ways. The environment variable `ZTUNNEL_BIN` names ztunnel's program.
 
-mod authority;
 mod world;
 
 use std::{

@@ -4,18 +4,17 @@ use std::{
     fs::{self, File},
     net::IpAddr,
     os::fd::OwnedFd,
-    path::{Path, PathBuf},
+    path::PathBuf,
 };
 
 use anyhow::{Context as _, Result, ensure};
-use dataplane_tests::{Agent, Host, Lab, Process};
+use dataplane_tests::{Agent, Host, Lab, Process, ztunnel};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
-use super::authority;
 use crate::{
-    capture::{pod_of, tunnels},
+    capture::tunnels,
     cluster::{eventually, serve},
     manifest::{Manifests, Service},
     sockets::tap,
@@ -24,9 +23,6 @@ use crate::{
 /// The identities of both Pods.
 pub const APP: &str = "spiffe://cluster.local/ns/default/sa/app";
 pub const FAR: &str = "spiffe://cluster.local/ns/default/sa/far";
-/// The mark of ztunnel's own packets, and of the connections to applications that it makes from clients' addresses.
-const MARK: &str = "1337";
-const CONNECTION_MARK: &str = "273";
 
 /// `app` is captured by the agent of node1. `far`, on node2, has a ztunnel of its own in its network namespace.
 pub struct World {
@@ -57,15 +53,14 @@ impl World {
         let agent = lab.agent("node1").in_the_nodes_cgroup().sockets_only();
         let agent = agent.manifests(manifests.path());
         let agent = agent.args(["--mesh", &mesh.to_string()]).prepare()?;
-        let init = [Path::new("ca"), Path::new("init"), directory.as_path()];
-        agent.dataplane(init).run()?;
+        ztunnel::init(&lab, &directory)?;
         let mut world = Self {
             agent,
             ztunnel: None,
             program,
             manifests,
             _servers: servers.into_iter().collect::<Result<_>>()?,
-            _authority: authority::serve(lab.pod("far"), &directory)?,
+            _authority: ztunnel::serve(lab.pod("far"), &directory)?,
             state,
             lab,
         };
@@ -91,10 +86,7 @@ impl World {
     /// Writes the objects of the agent, and these policies.
     pub fn write(&self, policies: &[Value]) -> Result<()> {
         let pod = |of: &Host| {
-            let annotations = json!({ "ambient.istio.io/redirection": "enabled" });
-            let mut object = pod_of(of, "ambient", annotations);
-            object["spec"]["nodeName"] = of.node().into();
-            object["spec"]["serviceAccountName"] = of.name().into();
+            let mut object = ztunnel::pod(of);
             object["metadata"]["labels"]["app"] = of.name().into();
             object
         };
@@ -110,31 +102,10 @@ impl World {
     /// Has connections of `far` go to ztunnel, as Istio's CNI plug-in does, and makes 10.244.2.99 an address of `far` at
     /// which ztunnel does not serve.
     fn redirect(&self) -> Result<()> {
-        let far = self.far();
-        let run = |line: &str| -> Result<()> {
-            let mut words = line.split_whitespace();
-            let program = words.next().context("a program")?;
-            far.command(program).args(words).run().map(drop)?;
-            Ok(())
-        };
-        for (tables, family) in [("iptables", "-4"), ("ip6tables", "-6")] {
-            run(&format!(
-                "{tables} -w -t mangle -A PREROUTING -m mark --mark {MARK} -j CONNMARK --set-mark {CONNECTION_MARK}"
-            ))?;
-            run(&format!(
-                "{tables} -w -t mangle -A OUTPUT -m connmark --mark {CONNECTION_MARK} -j CONNMARK --restore-mark"
-            ))?;
-            run(&format!(
-                "{tables} -w -t nat -A OUTPUT -p tcp ! -o lo -m mark ! --mark {MARK} -m connmark ! --mark {CONNECTION_MARK} -j REDIRECT --to-ports 15001"
-            ))?;
-            run(&format!(
-                "ip {family} rule add fwmark {CONNECTION_MARK} lookup 100"
-            ))?;
-            run(&format!(
-                "ip {family} route add local default dev lo table 100"
-            ))?;
-        }
-        run("iptables -w -t nat -A PREROUTING -d 10.244.2.99 -j DNAT --to-destination 10.244.2.5")?;
+        ztunnel::redirect(self.far())?;
+        let tables = self.far().command("iptables");
+        let moved = "-w -t nat -A PREROUTING -d 10.244.2.99 -j DNAT --to-destination 10.244.2.5";
+        tables.args(moved.split(' ')).run()?;
         self.lab
             .node("node2")
             .ip("route add 10.244.2.99/32 via 10.244.2.5 dev veth-far onlink")?;
@@ -153,16 +124,8 @@ impl World {
         fs::write(&config, text)?;
         let mut append = File::options();
         let log = append.create(true).append(true).open(self.log())?;
-        let command = self.far().command(&self.program);
-        let command = command
-            .env("PROXY_MODE", "dedicated")
-            .env("PROXY_WORKLOAD_INFO", "default/far/far")
-            .env("LOCAL_XDS_PATH", &config)
-            .env("XDS_ADDRESS", "")
-            .env("CA_ADDRESS", "https://127.0.0.1:15012")
-            .env("CA_ROOT_CA", self.state.path().join("ca/ca.crt"))
-            .env("NODE_NAME", "node2")
-            .env("PACKET_MARK", MARK)
+        let authority = self.state.path().join("ca");
+        let command = ztunnel::command(&self.program, self.far(), &config, &authority)
             .env("RUST_LOG", "info")
             .stdout(log.try_clone()?)
             .stderr(log);
@@ -183,18 +146,9 @@ impl World {
     /// What ztunnel knows, in the form of its `LOCAL_XDS_PATH`.
     fn config(&self, denied: &[&str]) -> Value {
         let workload = |of: &Host, service: &str| {
-            json!({
-                "uid": of.name(),
-                "name": of.name(),
-                "namespace": "default",
-                "trustDomain": "cluster.local",
-                "serviceAccount": of.name(),
-                "workloadIps": of.addresses(),
-                "protocol": "HBONE",
-                "node": of.node(),
-                "network": "",
-                "services": { service: { "80": 80 } },
-            })
+            let mut workload = ztunnel::workload(of);
+            workload["services"] = json!({ service: { "80": 80 } });
+            workload
         };
         let service = |name: &str, vip: &str| {
             json!({

@@ -3,12 +3,12 @@
 use std::{fs, path::Path, sync::Arc, time::Duration};
 
 use anyhow::{Context as _, Result};
-use dataplane_tests::Host;
 use h2::server::SendResponse;
 use http::{HeaderMap, HeaderValue, Response};
 use prost::{Message as _, bytes::Bytes};
 use rcgen::{
     CertificateParams, CertificateSigningRequestParams, ExtendedKeyUsagePurpose, Issuer, KeyPair,
+    SanType,
 };
 use rustls::{
     ServerConfig,
@@ -19,6 +19,8 @@ use tokio::{
     runtime::{Builder, Runtime},
 };
 use tokio_rustls::TlsAcceptor;
+
+use crate::lab::Host;
 
 /// Bytes before each message of gRPC: whether it is compressed, and its length.
 const PREFIX: usize = 5;
@@ -41,12 +43,46 @@ struct Authority {
     root: String,
 }
 
-/// Serves at port 15012 of the host's 127.0.0.1 until the result is dropped. It signs any request, with the root of
-/// `directory`, which `dataplane ca init` made.
-pub fn serve(host: &Host, directory: &Path) -> Result<Runtime> {
+/// Reads what `dataplane ca init` made in a directory: the issuer, and the root's certificate in PEM.
+fn read(directory: &Path) -> Result<(Issuer<'static, KeyPair>, String)> {
     let root = fs::read_to_string(directory.join("ca.crt"))?;
     let key = fs::read_to_string(directory.join("ca.key"))?;
     let issuer = Issuer::from_ca_cert_pem(&root, KeyPair::from_pem(&key)?)?;
+    Ok((issuer, root))
+}
+
+/// Issues a certificate of an identity (a SPIFFE ID), which is valid for an hour. Returns it and its key, in PEM.
+///
+/// # Errors
+/// When the root in `directory` cannot be read.
+pub fn issue(directory: &Path, identity: &str) -> Result<String> {
+    let (issuer, _) = read(directory)?;
+    let mut params = CertificateParams::new(Vec::new())?;
+    params.subject_alt_names = vec![SanType::URI(identity.try_into()?)];
+    limit(&mut params);
+    let key = KeyPair::generate()?;
+    let certificate = params.signed_by(&key, &issuer)?;
+    Ok(certificate.pem() + &key.serialize_pem())
+}
+
+/// Makes a certificate one for both sides of TLS, valid for an hour.
+fn limit(params: &mut CertificateParams) {
+    let now = std::time::SystemTime::now();
+    params.not_before = (now - HOUR).into();
+    params.not_after = (now + HOUR).into();
+    params.extended_key_usages = vec![
+        ExtendedKeyUsagePurpose::ServerAuth,
+        ExtendedKeyUsagePurpose::ClientAuth,
+    ];
+}
+
+/// Serves at port 15012 of the host's 127.0.0.1 until the result is dropped. It signs any request, with the root of
+/// `directory`, which `dataplane ca init` made.
+///
+/// # Errors
+/// When the root cannot be read, or the port is taken.
+pub fn serve(host: &Host, directory: &Path) -> Result<Runtime> {
+    let (issuer, root) = read(directory)?;
     let key = KeyPair::generate()?;
     let own = CertificateParams::new(["127.0.0.1".to_owned()])?.signed_by(&key, &issuer)?;
     let tls = tls(own.der().clone(), &key)?;
@@ -123,13 +159,7 @@ impl Authority {
 
     fn sign(&self, asked: &Asked) -> Result<Created> {
         let mut csr = CertificateSigningRequestParams::from_pem(&asked.csr)?;
-        let now = std::time::SystemTime::now();
-        csr.params.not_before = (now - HOUR).into();
-        csr.params.not_after = (now + HOUR).into();
-        csr.params.extended_key_usages = vec![
-            ExtendedKeyUsagePurpose::ServerAuth,
-            ExtendedKeyUsagePurpose::ClientAuth,
-        ];
+        limit(&mut csr.params);
         let certificate = csr.signed_by(&self.issuer)?.pem();
         Ok(Created {
             chain: vec![certificate, self.root.clone()],
