@@ -14,6 +14,8 @@ pub enum Hook {
     Recvmsg = 3,
     /// TC: a packet that arrived at, or is about to leave by, an interface.
     Packet = 4,
+    /// `sk_lookup`: a connection that arrives at a workload.
+    Lookup = 5,
 }
 
 impl Hook {
@@ -24,6 +26,7 @@ impl Hook {
             Self::Sendmsg => "sendmsg",
             Self::Recvmsg => "recvmsg",
             Self::Packet => "packet",
+            Self::Lookup => "lookup",
         }
     }
 
@@ -34,6 +37,7 @@ impl Hook {
             2 => Some(Self::Sendmsg),
             3 => Some(Self::Recvmsg),
             4 => Some(Self::Packet),
+            5 => Some(Self::Lookup),
             _ => None,
         }
     }
@@ -46,9 +50,9 @@ layout! {
     pub struct Event {
         /// Nanoseconds since boot (`bpf_ktime_get_ns`, CLOCK_MONOTONIC).
         pub at: u64,
-        /// The client's network namespace (`SO_NETNS_COOKIE`); 0 of a packet.
+        /// The client's network namespace (`SO_NETNS_COOKIE`); 0 of a packet; at a lookup, the workload's.
         pub netns: u64,
-        /// The client's socket (`SO_COOKIE`); 0 of a packet.
+        /// The client's socket (`SO_COOKIE`); 0 of a packet and at a lookup.
         pub socket: u64,
         /// The packet's source; unspecified at the socket, where there is none yet.
         pub source: Addr,
@@ -62,9 +66,9 @@ layout! {
         pub endpoint_port: Port,
         /// The pool, 0 if none matched.
         pub pool: u32,
-        /// The client's process (tgid in the initial pid namespace); 0 of a packet.
+        /// The client's process (tgid in the initial pid namespace); 0 of a packet and at a lookup.
         pub pid: u32,
-        /// The packet's interface; 0 at the socket.
+        /// The packet's interface; 0 at the socket and at a lookup.
         pub ifindex: u32,
         /// The packet's source port.
         pub source_port: Port,
@@ -96,10 +100,11 @@ mod tests {
             (2, Hook::Sendmsg, "sendmsg"),
             (3, Hook::Recvmsg, "recvmsg"),
             (4, Hook::Packet, "packet"),
+            (5, Hook::Lookup, "lookup"),
         ] {
             assert_eq!((hook as u8, hook.word()), (number, word));
             assert_eq!(Hook::from_number(number), Some(hook));
         }
-        assert!(Hook::from_number(0).is_none() && Hook::from_number(5).is_none());
+        assert!(Hook::from_number(0).is_none() && Hook::from_number(6).is_none());
     }
 }

@@ -152,6 +152,8 @@ reasons! {
     ExcludedProbe = 52, "excluded-probe", "from the kubelet (mesh.probes.cgroups); not captured";
     /// Capture: the endpoint that was drawn speaks HBONE, which no endpoint of the service did when the connection was decided.
     PlaintextRefused = 53, "plaintext-refused", "while the connection was made, the service got an endpoint that speaks HBONE, and such endpoints are not reached in plaintext; refused";
+    /// Capture: an inbound connection of a workload without a proxy, which a policy of Istio's forbids to clients without an identity.
+    PolicyDenied = 54, "policy-denied", "an AuthorizationPolicy or PeerAuthentication of Istio's forbids the connection (dataplane policies); refused";
 }
 
 impl Reason {
@@ -187,6 +189,7 @@ impl Reason {
                 | Self::CapturedFragment
                 | Self::Unsupported
                 | Self::PlaintextRefused
+                | Self::PolicyDenied
         )
     }
 }

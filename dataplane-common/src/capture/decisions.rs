@@ -320,3 +320,27 @@ pub fn inbound<T: Rules>(tables: &T, local: &Local, port: u32, interface: u32) -
         _ => Reason::ExcludedPort,
     }
 }
+
+/// Returns what Istio's policies say about a client without an identity that connects to a workload with
+/// [`Enrolled::JUDGES_INBOUND`]: [`CAPTURED`] if they allow it. If the tables lack a rule, the client is refused, too.
+#[inline(always)]
+pub fn judged<T: Rules>(tables: &T, local: &Local, client: Addr, port: u32) -> u32 {
+    let set = |id| {
+        tables.rule(&RuleKey {
+            of: local.policy,
+            kind: RuleKey::SOURCES,
+            id,
+        })
+    };
+    let mut clients = set(port);
+    if clients == 0 {
+        clients = set(RuleKey::ALL_PORTS);
+    }
+    if clients == 0 {
+        return REFUSED;
+    }
+    match tables.range(clients, client) {
+        0 => REFUSED,
+        said => said,
+    }
+}

@@ -5,9 +5,9 @@
 //! NAMESPACES hash    netns cookie-> Enrolled       workloads with a network namespace of their own
 //! CGROUPS    hash    cgroup id   -> Enrolled       workloads in the node's namespace
 //! LOCALS     hash    Addr        -> Local          addresses at which workloads are reached
-//! RULES      hash    RuleKey     -> u32            a policy's ports, users, interfaces
+//! RULES      hash    RuleKey     -> u32            a policy's ports, users, interfaces, sets of clients
 //! RANGES     lpm     RangeKey    -> u32            a policy's destination ranges; of policy 0, those that are reachable
-//!                                                 under every egress policy; a workload's resolvers
+//!                                                 under every egress policy; a workload's resolvers; a set of clients
 //! KNOWN      hash    FrontendKey -> u32            ports of Pods, and resolvers, for egress; and workloads'
 //!                                                 addresses, for labels and tunnels: [`LISTED`], [`HBONE`], [`SHARED`]
 //! ASKERS     sk      socket      -> Askers         senders that a UDP socket may answer, though egress is denied
@@ -62,7 +62,7 @@ mod word;
 
 pub use decisions::{
     Circumstances, Rules, by_interface, decide_datagram, decide_outbound, excludes_user, exempts,
-    inbound, is_exempt, is_query, must_be_plain, outbound, tunnel, without_proxy,
+    inbound, is_exempt, is_query, judged, must_be_plain, outbound, tunnel, without_proxy,
 };
 pub use fields::Field;
 pub use traffic::{Meter, MeterSets, TRAFFIC, Traffic, TrafficKey};
@@ -256,8 +256,12 @@ impl Enrolled {
     /// Connections that come into its network namespace by some of its interfaces are captured as outbound ones.
     pub const VIRTUAL: u32 = 1 << 13;
     /// Flags that need the program at the socket lookup of the network namespace.
-    pub const LOOKED_UP: u32 =
-        Self::PROXY | Self::INBOUND | Self::VIRTUAL | Self::REFUSES_INBOUND | Self::TUNNELS;
+    pub const LOOKED_UP: u32 = Self::PROXY
+        | Self::INBOUND
+        | Self::VIRTUAL
+        | Self::REFUSES_INBOUND
+        | Self::JUDGES_INBOUND
+        | Self::TUNNELS;
     /// Some range of loopback is captured. Needs [`Enrolled::HAS_RANGES`].
     pub const LOOPBACK: u32 = 1 << 14;
     /// Outbound connections to a service with [`Block::REFUSED`](crate::tables::Block::REFUSED) are refused.
@@ -274,6 +278,8 @@ impl Enrolled {
     /// Only outbound connections to destinations that speak HBONE go to the proxy, all others direct. Needs
     /// [`Enrolled::PROXY`] and [`Enrolled::ENCRYPTS`].
     pub const ONLY_HBONE: u32 = 1 << 20;
+    /// Without a proxy: Istio's policies forbid inbound connections of some clients ([`judged`]).
+    pub const JUDGES_INBOUND: u32 = 1 << 21;
     /// The entry is a workload's. Without this flag, an entry with resolvers belongs to a workload of which the agent
     /// captures only the DNS queries. Any other entry belongs to a namespace without a captured workload.
     pub const CAPTURED: u32 = 1 << 31;
@@ -395,6 +401,10 @@ impl RuleKey {
     /// An interface of the workload: [`EXCLUDED`] if no inbound connection is captured there, [`CAPTURED`] if connections that
     /// come in there are captured as outbound ones, or both.
     pub const INTERFACE: u32 = 5;
+    /// A local port, or [`RuleKey::ALL_PORTS`]: the value is the number of a set of clients in `RANGES`.
+    pub const SOURCES: u32 = 6;
+    /// All ports without a rule of their own.
+    pub const ALL_PORTS: u32 = 1 << 16;
 }
 
 /// Value of a rule: its connections are captured.
@@ -402,7 +412,10 @@ pub const CAPTURED: u32 = 1;
 /// Value of a rule: its connections are not captured.
 pub const EXCLUDED: u32 = 2;
 /// Value of a rule about a local port: its connections are refused ([`crate::Reason::Unsupported`]).
+/// In a set of clients: their connections are refused by the policy whose number is above [`REFUSED_BY`] bits.
 pub const REFUSED: u32 = 4;
+/// See [`REFUSED`].
+pub const REFUSED_BY: u32 = 3;
 /// Value of a rule: its connections are not captured, but the egress policy still applies to them. Labels and
 /// annotations have this value where the configuration denies egress.
 pub const JUDGED: u32 = 3;

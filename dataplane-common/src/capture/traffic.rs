@@ -61,6 +61,20 @@ layout! {
 impl TrafficKey {
     /// As a pool: connections that the workload accepts.
     pub const INBOUND: u32 = u32::MAX;
+    /// As a pool, with the number of a policy below it: connections to the workload that the policy refused.
+    pub const REFUSED: u32 = 1 << 31;
+    /// The number for all policies with ALLOW of a workload, if none of them matches.
+    pub const NOT_ALLOWED: u32 = 1;
+    /// The most policies that get a number, in the life of the tables. Refusals by others count without a policy.
+    pub const REFUSERS: u32 = 1 << 24;
+
+    /// Returns the number of the policy that refused the connections; 0: a policy without a number, or no policy.
+    pub const fn refused_by(&self) -> Option<u32> {
+        if self.pool & Self::REFUSED == 0 || self.pool == Self::INBOUND {
+            return None;
+        }
+        Some(self.pool & !Self::REFUSED)
+    }
 }
 
 /// The most pairs of workload and destination that have counters of their own.

@@ -7,13 +7,14 @@ use aya_ebpf::{
     helpers::generated::{bpf_map_lookup_elem, bpf_sk_assign, bpf_sk_release},
 };
 use dataplane_common::{
-    Addr, Port, Reason,
-    capture::{self, CaptureConfig, Enrolled, ListenerKey, Tuple},
+    Addr, Event, Hook, Port, Protocol, Reason,
+    capture::{self, CAPTURED, CaptureConfig, Enrolled, ListenerKey, REFUSED_BY, Tuple},
     reread::Copied,
 };
 
-use super::{Live, config, copy, probes};
+use super::{Live, config, copy, meters, probes};
 use crate::{
+    events,
     select::count,
     socket::read_words,
     tables::{LISTENERS, LOCALS, NAMESPACES},
@@ -62,7 +63,10 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     if local.netns != here {
         return elsewhere(ctx, here, interface, port);
     }
-    let looked_at = Enrolled::INBOUND | Enrolled::REFUSES_INBOUND | Enrolled::TUNNELS;
+    let looked_at = Enrolled::INBOUND
+        | Enrolled::REFUSES_INBOUND
+        | Enrolled::JUDGES_INBOUND
+        | Enrolled::TUNNELS;
     if local.flags & looked_at == 0 {
         return PASS;
     }
@@ -113,8 +117,14 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     }
     let reason = capture::inbound(&Live, &local, port, interface);
     if reason == Reason::Unsupported {
-        count(reason);
-        return DROP;
+        return refuse(here, &probe, reason);
+    }
+    if reason == Reason::CapturedInbound && local.flags & Enrolled::JUDGES_INBOUND != 0 {
+        let said = capture::judged(&Live, &local, client, port);
+        if said != CAPTURED {
+            meters::refused(local.workload, said >> REFUSED_BY, client);
+            return refuse(here, &probe, Reason::PolicyDenied);
+        }
     }
     if !is_captured {
         return PASS;
@@ -131,6 +141,36 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     let reason = capture::without_proxy(local.flags);
     count(reason);
     if reason.is_refusal() { DROP } else { PASS }
+}
+
+/// Refuses a connection to the workload, counts it, and reports it if there is a listener. `of`: its addresses and ports.
+#[inline(always)]
+fn refuse(here: u64, of: &Tuple, reason: Reason) -> u32 {
+    count(reason);
+    let now = events::listened_to();
+    if now != 0 {
+        events::submit(Event {
+            at: now,
+            netns: here,
+            socket: 0,
+            source: of.client,
+            destination: of.proxy,
+            endpoint: Addr::UNSPECIFIED,
+            destination_port: of.proxy_port,
+            endpoint_port: Port::ANY,
+            pool: 0,
+            pid: 0,
+            ifindex: 0,
+            source_port: of.client_port,
+            reserved: 0,
+            reason: reason as u8,
+            hook: Hook::Lookup as u8,
+            protocol: Protocol::TCP,
+            padding: 0,
+            comm: [0; 16],
+        });
+    }
+    DROP
 }
 
 /// A tunnel to the workload, and the verdict on it. Without a listener it is refused.

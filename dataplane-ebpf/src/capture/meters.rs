@@ -194,6 +194,21 @@ pub fn arrived(socket: Socket, workload: u32, client: Addr) {
     established(place, client);
 }
 
+/// Counts a connection to a workload that a policy refused. `by`: the policy's number.
+#[inline(always)]
+pub fn refused(workload: u32, by: u32, client: Addr) {
+    let known = KNOWN.get_ptr(FrontendKey::address(client)).is_some();
+    let mut meter = Meter {
+        key: TrafficKey {
+            workload,
+            pool: TrafficKey::REFUSED | by,
+            addr: if known { client } else { Addr::UNSPECIFIED },
+        },
+        opened_at: 0,
+    };
+    failed(&raw mut meter);
+}
+
 /// Counts a closed connection, and removes its meter. `ended`: our FIN was acknowledged; `other_ended`: the other side
 /// sent a FIN.
 #[inline(always)]

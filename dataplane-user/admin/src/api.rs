@@ -173,6 +173,9 @@ pub struct MeshWorkload {
     pub problem: Option<String>,
     /// Whether the node is at fault for that: the agent, the kernel or the operator's configuration.
     pub problem_of_node: bool,
+    /// Whether the kernel enforces Istio's policies for connections to it.
+    #[serde(default)]
+    pub by_kernel: bool,
     /// Its rules. Of two rules about one subject, only the one that counts. Not in `GET /status`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<MeshRule>,
@@ -190,9 +193,9 @@ impl MeshWorkload {
 pub struct WorkloadPolicies {
     /// Its namespace and name.
     pub workload: String,
-    /// Whether the agent's proxy carries its inbound connections, and enforces the policies.
-    pub enforced: bool,
-    /// Whether the policies cannot be read, so that the proxy allows no new connection.
+    /// Who enforces the policies: `proxy`, if the agent's proxy carries its inbound connections, or `kernel`. `None`: nobody.
+    pub enforced_by: Option<String>,
+    /// Whether the policies cannot be read, so that no new connection is allowed.
     pub unread: bool,
     /// The policies that select it.
     pub policies: Vec<Policy>,

@@ -10,13 +10,15 @@ use dataplane_common::{
     Addr,
     capture::{TRAFFIC, Traffic, TrafficKey},
 };
-use model::{Node, ServiceName, Workload, WorkloadName};
+use model::{Node, ServiceName, Workload, WorkloadName, authorization::PolicyName};
 use relay::{CountersKey, Direction, Flag, Labels, Ledger, Party, Totals};
 
 /// How long the number of a workload that has gone is remembered: its last connections may end later than the workload.
 const LEAVING: Duration = Duration::from_mins(1);
 /// How many entries of TRAFFIC may be in use before namespaces with many give some up.
 const ROOM: usize = TRAFFIC as usize / 2;
+/// How many policies that no longer refuse connections are remembered: their last refusals are counted later.
+const REFUSERS: usize = 4096;
 
 /// Totals since the agent started. A number may be reused for another workload: earlier counts stay with the earlier
 /// workload.
@@ -26,6 +28,19 @@ pub struct Direct {
     workloads: HashMap<u32, Numbered>,
     seen: HashMap<TrafficKey, Traffic>,
     ledger: Ledger,
+    /// Istio's policies that refuse connections in the kernel, by their numbers.
+    refusers: HashMap<u32, PolicyName>,
+}
+
+/// Connections to a workload that Istio's policies refused in the kernel.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Refused {
+    /// The workload.
+    pub workload: WorkloadName,
+    /// The policy. `None`: no policy with ALLOW matches.
+    pub by: Option<PolicyName>,
+    /// The number of connections.
+    pub count: u64,
 }
 
 /// Returns the workload of each address: `None` for addresses of several workloads, or of the node.
@@ -68,6 +83,14 @@ impl Direct {
         self.workloads.insert(number, named);
     }
 
+    /// Names the policies that refuse connections in the kernel, and forgets those before them if they are many.
+    pub fn name_refusers(&mut self, refusers: Vec<(u32, PolicyName)>) {
+        if self.refusers.len() > REFUSERS {
+            self.refusers.clear();
+        }
+        self.refusers.extend(refusers);
+    }
+
     /// Whether there are no workloads to count for.
     pub fn is_idle(&self) -> bool {
         self.workloads.is_empty() && self.ledger.iter().next().is_none()
@@ -85,14 +108,15 @@ impl Direct {
     }
 
     /// Adds the counts since the last update. `service`: returns the service of a pool; `peer`: the workload of an
-    /// address.
+    /// address. Returns the connections that policies refused.
     pub fn update(
         &mut self,
         counted: impl IntoIterator<Item = (TrafficKey, Traffic)>,
         service: impl Fn(u32) -> Option<ServiceName>,
         peer: impl Fn(Addr) -> Option<Arc<Workload>>,
         now: Instant,
-    ) {
+    ) -> Vec<Refused> {
+        let mut refused = Vec::new();
         for (key, counted) in counted {
             let named = self.workloads.entry(key.workload);
             let named = named.or_insert(Numbered {
@@ -106,8 +130,10 @@ impl Direct {
             let Some(workload) = &named.workload else {
                 continue;
             };
+            let refused_by = key.refused_by();
             let (direction, service) = match key.pool {
                 TrafficKey::INBOUND => (Direction::Inbound, None),
+                _ if refused_by.is_some() => (Direction::Inbound, None),
                 pool => (Direction::Outbound, service(pool)),
             };
             let labels = |flag| Labels {
@@ -125,7 +151,19 @@ impl Direct {
                 failed: since(|traffic| traffic.failed),
                 ..Totals::default()
             };
-            let failure = labels(Flag::ConnectFailure);
+            let failure = labels(match refused_by {
+                Some(_) => Flag::Denied,
+                None => Flag::ConnectFailure,
+            });
+            let by = refused_by.and_then(|by| match by {
+                TrafficKey::NOT_ALLOWED => Some(None),
+                by => self.refusers.get(&by).cloned().map(Some),
+            });
+            refused.extend(by.map(|by| Refused {
+                workload: workload.name.clone(),
+                by,
+                count: failed.failed,
+            }));
             self.ledger.add(&failure, failed, 0, now);
             // From the client and to the client, as a proxy between them counts.
             let (sent, received) = (since(|t| t.sent), since(|t| t.received));
@@ -144,6 +182,7 @@ impl Direct {
             self.ledger
                 .add(&labels(Flag::None), totals, nanoseconds, now);
         }
+        refused
     }
 
     /// Forgets workloads that have gone, and their counts after these were shown for a while. `is_there`: whether there
@@ -307,6 +346,42 @@ mod tests {
         );
         let lasted = direct.ledger.iter().map(|(_, series)| series.nanoseconds);
         assert_eq!(lasted.sum::<u64>(), 50);
+    }
+
+    #[test]
+    fn refusals_count_for_the_policy_and_the_workload() {
+        let mut direct = Direct::default();
+        direct.name(1, &workload("app"));
+        let policy = PolicyName {
+            namespace: "default".into(),
+            object: "AuthorizationPolicy p".into(),
+        };
+        direct.name_refusers(vec![(7, policy.clone())]);
+        let entry = |by, failed| {
+            let key = TrafficKey {
+                workload: 1,
+                pool: TrafficKey::REFUSED | by,
+                addr: Addr::UNSPECIFIED,
+            };
+            let traffic = Traffic {
+                failed,
+                ..Traffic::default()
+            };
+            (key, traffic)
+        };
+        let mut update = |counted: &[(TrafficKey, Traffic)]| {
+            let refused = direct.update(counted.to_vec(), |_| None, |_| None, Instant::now());
+            let refused = refused.into_iter().map(|of| (of.by, of.count));
+            refused.collect::<Vec<_>>()
+        };
+        // The last number belongs to no policy: 0 is for policies that cannot be read.
+        let first = [entry(7, 2), entry(TrafficKey::NOT_ALLOWED, 1), entry(0, 4)];
+        assert_eq!(update(&first), [(Some(policy.clone()), 2), (None, 1)]);
+        assert_eq!(update(&[entry(7, 5)]), [(Some(policy), 3)]);
+        let all = direct.ledger.iter();
+        let all = all.map(|(labels, of)| (labels.key.direction, labels.key.flag, of.totals.failed));
+        let all: Vec<_> = all.collect();
+        assert_eq!(all, [(Direction::Inbound, Flag::Denied, 10)]);
     }
 
     #[test]

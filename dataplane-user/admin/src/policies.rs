@@ -52,12 +52,17 @@ impl State {
         let client = asked.client()?;
         let snapshot = self.served().snapshot;
         let workloads = self.mesh().items.into_iter();
-        let workloads = workloads.map(|of| WorkloadName::new(&of.namespace, &of.name));
         let wanted = asked.workload.as_deref();
-        let workloads = workloads.filter(|of| wanted.is_none_or(|wanted| wanted == of.to_string()));
-        let items = workloads.map(|name| {
-            let enforced = self.proxy.get().is_some_and(|of| of.takes_inbound(&name));
-            told(&snapshot, &name, enforced, client.as_ref())
+        let workloads = workloads.filter(|of| wanted.is_none_or(|wanted| wanted == of.full_name()));
+        let items = workloads.map(|of| {
+            let name = WorkloadName::new(&of.namespace, &of.name);
+            let by_proxy = || self.proxy.get().is_some_and(|of| of.takes_inbound(&name));
+            let by = if of.by_kernel {
+                Some("kernel")
+            } else {
+                by_proxy().then_some("proxy")
+            };
+            told(&snapshot, &name, by, client.as_ref())
         });
         let items: Vec<_> = items.collect();
         match wanted.filter(|_| items.is_empty()) {
@@ -70,7 +75,7 @@ impl State {
 fn told(
     snapshot: &Snapshot,
     name: &WorkloadName,
-    enforced: bool,
+    by: Option<&str>,
     client: Option<&Client>,
 ) -> api::WorkloadPolicies {
     let known = snapshot.workloads.get(name).cloned();
@@ -91,7 +96,7 @@ fn told(
     });
     api::WorkloadPolicies {
         workload: name.to_string(),
-        enforced,
+        enforced_by: by.map(str::to_owned),
         unread: policies.unread,
         policies: list(snapshot, &policies),
         decision,
@@ -210,7 +215,7 @@ mod tests {
             from: "10.0.0.9".parse().unwrap(),
             port,
         };
-        let told = |port| told(&snapshot, &name, true, Some(&asked(port)));
+        let told = |port| told(&snapshot, &name, Some("kernel"), Some(&asked(port)));
         let found = told(80);
         let shown = found.policies.iter().map(|of| {
             let (rules, warnings) = (of.rules.join("; "), of.warnings.join("; "));

@@ -44,6 +44,7 @@ pub fn mesh_workload(enrolment: &Enrolment) -> api::MeshWorkload {
         name: name.name().to_owned(),
         problem: problem.map(|problem| problem.text.clone()),
         problem_of_node: problem.is_some_and(|problem| problem.of_node),
+        by_kernel: enrolment.by_kernel,
         rules: enrolment.rules.iter().map(mesh_rule).collect(),
     }
 }

@@ -421,8 +421,7 @@ fn scope(settings: &Settings) -> Scope {
 fn policies(settings: &Settings) -> WantedPolicies {
     match &settings.mesh {
         None => WantedPolicies::None,
-        Some(mesh) if mesh.denies_unsupported() => WantedPolicies::Refused,
-        Some(_) => WantedPolicies::Named,
+        Some(_) => WantedPolicies::Enforced,
     }
 }
 

@@ -17,7 +17,8 @@ use terminal::{
 /// the agent has read them, and the parts that it cannot read or does not evaluate. With --from and --port, shows the decision about a
 /// connection rule by rule, by the evaluator that the proxy uses. Sends nothing.
 ///
-/// The agent's proxy enforces the policies of workloads in the mode `proxy`. Nothing enforces the policies of other workloads.
+/// The agent's proxy enforces the policies of workloads in the mode `proxy`, and the kernel those of workloads in the mode `kernel`.
+/// Nothing enforces the policies of workloads whose inbound connections are not captured at their sockets.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
@@ -115,11 +116,12 @@ fn text(out: &mut dyn Write, told: &[WorkloadPolicies]) -> std::io::Result<()> {
                 "Istio's policies cannot be read: each new connection is refused",
             )?;
         }
-        if !of.enforced {
-            warn(
+        match &of.enforced_by {
+            Some(by) => writeln!(out, "  {DIM}enforced by the {by}{DIM:#}")?,
+            None => warn(
                 out,
-                "nothing on this node enforces these policies: the proxy does not carry the workload's inbound connections",
-            )?;
+                "nothing on this node enforces these policies: the workload's inbound connections are not captured at its sockets",
+            )?,
         }
         if of.policies.is_empty() {
             writeln!(out, "  no policy selects it")?;
@@ -154,7 +156,7 @@ mod tests {
     fn a_workload_with_its_policies_and_the_decision() {
         let told = WorkloadPolicies {
             workload: "shop/web".to_owned(),
-            enforced: false,
+            enforced_by: None,
             unread: true,
             policies: vec![Policy {
                 name: "AuthorizationPolicy shop/web".to_owned(),
@@ -175,7 +177,7 @@ mod tests {
             out,
             "shop/web
   Istio's policies cannot be read: each new connection is refused
-  nothing on this node enforces these policies: the proxy does not carry the workload's inbound connections
+  nothing on this node enforces these policies: the workload's inbound connections are not captured at its sockets
   AuthorizationPolicy shop/web: DENY (dry run)
     (port 80)
     spec.rules: not read

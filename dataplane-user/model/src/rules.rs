@@ -3,12 +3,15 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
+    sync::Arc,
 };
 
 use clap::ValueEnum;
 use ipnet::IpNet;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+
+use super::authorization::PlainClients;
 
 /// The port of resolvers.
 pub const DNS: u16 = 53;
@@ -282,6 +285,7 @@ impl Rules {
             excluded_interfaces: self.excluded_interfaces.clone(),
             virtual_interfaces: self.virtual_interfaces.clone(),
             refused: None,
+            plain_clients: None,
         })
     }
 
@@ -391,6 +395,9 @@ pub struct Policy {
     pub virtual_interfaces: BTreeSet<Box<str>>,
     /// The inbound connections that `mesh.unsupported: deny` refuses. `None`: it does not hold for the workload.
     pub refused: Option<Box<RefusedInbound>>,
+    /// The clients that Istio's policies allow, of a workload whose policies the kernel enforces. `None`: all, or the kernel does
+    /// not enforce them.
+    pub plain_clients: Option<Arc<PlainClients>>,
 }
 
 impl Policy {

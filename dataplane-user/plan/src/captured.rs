@@ -72,11 +72,19 @@ impl Captured {
                 self.rules.entry(*key).or_insert(*said);
             }
         }
+        policies.extend(self.sets_of_clients());
         for (key, said) in &held.ranges {
             if policies.contains(&key.policy) {
                 self.ranges.entry(*key).or_insert(*said);
             }
         }
+    }
+
+    /// Returns the numbers of the sets of clients to which the rules refer.
+    pub fn sets_of_clients(&self) -> impl Iterator<Item = u32> {
+        let rules = self.rules.iter();
+        let rules = rules.filter(|(key, _)| key.kind == RuleKey::SOURCES);
+        rules.map(|(_, set)| *set)
     }
 
     /// Returns the range of a policy that decides about an address, which is the range with the longest prefix, and its

@@ -37,7 +37,7 @@ use std::{
 };
 
 pub use dump::Dump;
-use model::{Snapshot, WorkloadName};
+use model::{Snapshot, WorkloadName, authorization::PolicyName};
 use prometheus_client::{encoding::DescriptorEncoder, registry::Registry};
 use relay::{
     AccessLog, AttachError, Attachment, Connections, DnsFiles, Limits, Log, Relay, TunnelView,
@@ -336,6 +336,12 @@ impl Observer {
     /// Returns whether the proxy accepts inbound connections of a workload, and so enforces its policies.
     pub fn takes_inbound(&self, workload: &WorkloadName) -> bool {
         self.0.relay.takes_inbound(workload)
+    }
+
+    /// Counts connections to a workload that the kernel refused by a policy. `by`: the policy. `None`: no policy with ALLOW matches.
+    pub fn count_in_kernel(&self, workload: &WorkloadName, by: Option<&PolicyName>, count: u64) {
+        let index = self.0.relay.index().1;
+        index.denials().count_in_kernel(workload, by, count);
     }
 
     /// The maximum number of connections.

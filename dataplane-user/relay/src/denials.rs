@@ -9,7 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use model::{WorkloadName, authorization::Reason};
+use model::{
+    WorkloadName,
+    authorization::{PolicyName, Reason},
+};
 
 /// Time for which a series stays after its last refusal.
 const QUIET: Duration = Duration::from_mins(15);
@@ -82,7 +85,7 @@ impl Denials {
             },
             (None, _) => return,
         };
-        if self.add(denial, Instant::now()) {
+        if self.add(denial, 1, Instant::now()) {
             let text = if dry_run { "would be" } else { "is" };
             tracing::info!(
                 "a connection to {workload} {text} {reason}; dataplane_policy_denied_total counts further refusals"
@@ -90,12 +93,35 @@ impl Denials {
         }
     }
 
-    /// Adds a refusal. Returns whether it is the first one of its series.
-    fn add(&self, denial: Denial, now: Instant) -> bool {
+    /// Counts refusals in the kernel, and logs the first refusal of each policy. `by`: the policy. `None`: no policy with ALLOW
+    /// matches.
+    pub fn count_in_kernel(&self, workload: &WorkloadName, by: Option<&PolicyName>, count: u64) {
+        let nobody = || (workload.namespace().into(), "no ALLOW matches".into());
+        let (namespace, policy) = by.map_or_else(nobody, |name| {
+            (Arc::clone(&name.namespace), Arc::clone(&name.object))
+        });
+        let denial = Denial {
+            namespace,
+            policy,
+            dry_run: false,
+        };
+        if self.add(denial, count, Instant::now()) {
+            let reason = by.map_or_else(
+                || "no policy with ALLOW matches".to_owned(),
+                |name| format!("by {name}"),
+            );
+            tracing::info!(
+                "a connection to {workload} is denied in the kernel: {reason}; dataplane_policy_denied_total counts further refusals"
+            );
+        }
+    }
+
+    /// Adds refusals. Returns whether they are the first ones of their series.
+    fn add(&self, denial: Denial, refusals: u64, now: Instant) -> bool {
         let series = &mut *self.lock();
         match series.refusals.get_mut(&denial) {
             Some((count, last)) if now - *last < QUIET => {
-                (*count, *last) = (*count + 1, now);
+                (*count, *last) = (*count + refusals, now);
                 return false;
             }
             Some(_) => series.sweep(now),
@@ -119,7 +145,7 @@ impl Denials {
                 .or_default() += 1;
             (0, now)
         });
-        (*count, *last) = (*count + 1, now);
+        (*count, *last) = (*count + refusals, now);
         has_room
     }
 
@@ -153,17 +179,17 @@ mod tests {
     fn a_namespace_with_very_many_policies_leaves_others_their_series() {
         let (denials, now) = (Denials::default(), Instant::now());
         for number in 0..2 * ROOM {
-            denials.add(denial("hog", number), now);
+            denials.add(denial("hog", number), 1, now);
         }
-        assert!((0..20).all(|number| denials.add(denial("other", number), now)));
-        assert!(!denials.add(denial("other", 0), now), "it is known");
+        assert!((0..20).all(|number| denials.add(denial("other", number), 1, now)));
+        assert!(!denials.add(denial("other", 0), 1, now), "it is known");
         let totals = denials.totals();
         assert!(totals.len() <= ROOM + 1, "{}", totals.len());
         // Nothing is lost.
         assert_eq!(totals.iter().map(|(_, count)| count).sum::<u64>(), 2021);
         let rest = totals.iter().find(|(of, _)| &*of.policy == "others");
         assert!(rest.is_some_and(|(of, count)| of.namespace.is_empty() && *count > 1000));
-        assert!(denials.add(denial("hog", 0), now + QUIET));
+        assert!(denials.add(denial("hog", 0), 1, now + QUIET));
         assert_eq!(denials.totals().len(), 1, "the others have expired");
     }
 }

@@ -185,6 +185,7 @@ const ALL: &[&[Scenario]] = &[
     capture::SCENARIOS,
     cells::SCENARIOS,
     capture::AUTHORIZATION,
+    capture::BY_KERNEL,
     capture::BOOT,
     capture::CLEANUP,
     capture::CLIENTS,

@@ -77,6 +77,7 @@ const fn compared(reason: Reason) -> Compared {
             By("capture::deny::one_captured_by_packets_does_not_reach_the_node_itself")
         }
         Reason::Unsupported => By("capture::istio::services_with_a_waypoint_are_named_and_refused"),
+        Reason::PolicyDenied => By("capture::by_kernel::policies_hold_without_a_proxy"),
         Reason::CapturedDns => By("dns_capture::queries_are_answered_in_the_name_of_the_resolver"),
         Reason::DnsBypassed => By("dns_capture::no_query_waits_for_an_agent_that_hangs"),
         Reason::PlaintextRefused => {

@@ -30,12 +30,17 @@ impl State {
         let snapshot = &served.snapshot;
         let all = direct.workloads().chain(snapshot.workloads.values());
         let by_address = by_address(all, &snapshot.node);
-        direct.update(
+        let refused = direct.update(
             traffic,
             |pool| Some(served.pool_owner(pool)?.service.clone()),
             |addr| by_address.get(&addr).cloned().flatten(),
             Instant::now(),
         );
+        if let Some(proxy) = self.proxy.get() {
+            for of in refused {
+                proxy.count_in_kernel(&of.workload, of.by.as_ref(), of.count);
+            }
+        }
         direct
     }
 

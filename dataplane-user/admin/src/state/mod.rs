@@ -13,7 +13,7 @@ use std::{
 };
 
 use dataplane_common::capture::TrafficKey;
-use model::{Leaving, Problem, WorkloadName};
+use model::{Leaving, Problem, WorkloadName, authorization::PolicyName};
 use plan::{Served, enrol::Enrolment};
 use prometheus_client::metrics::{counter::Counter, histogram::Histogram};
 use proxy::Observer;
@@ -284,16 +284,19 @@ impl State {
     }
 
     /// Records the workloads whose connections are captured. `trouble`: why some of it may be wrong. `shortage`: why
-    /// the proxy takes fewer connections than configured. `left_out`: entries that the tables have no room for. Returns
-    /// the entries that the kernel no longer needs to count.
+    /// the proxy takes fewer connections than configured. `left_out`: entries that the tables have no room for. `refusers`:
+    /// Istio's policies that refuse connections in the kernel, with their numbers. Returns the entries that the kernel no longer
+    /// needs to count.
     pub fn captured(
         &self,
         workloads: &[Enrolment],
         trouble: Option<String>,
         shortage: Option<String>,
         left_out: Vec<String>,
+        refusers: Vec<(u32, PolicyName)>,
     ) -> Vec<TrafficKey> {
         let mut direct = lock(&self.direct);
+        direct.name_refusers(refusers);
         for enrolment in workloads {
             direct.name(enrolment.number, &enrolment.workload);
         }

@@ -380,8 +380,10 @@ impl Worker {
                 trouble,
                 shortage,
                 left_out,
+                refusers,
             }) => {
-                let over = self.state.captured(&workloads, trouble, shortage, left_out);
+                let state = &self.state;
+                let over = state.captured(&workloads, trouble, shortage, left_out, refusers);
                 self.kernel.capture().forget_traffic(&over);
             }
             Err(error) => {

@@ -1,4 +1,4 @@
-//! Connections that went directly to a workload with the mode `auto` before a policy selected it, and that its policies forbid.
+//! Connections that went directly to a workload before a policy forbade them.
 
 use std::{
     collections::BTreeMap,
@@ -38,7 +38,9 @@ impl Mesh {
         let mut failed = Vec::new();
         let mut before = mem::take(&mut self.judged);
         for (member, namespace, flags) in enrolled {
-            if member.auto.is_none() || flags & Enrolled::INBOUND == 0 {
+            // With `auto`, direct connections can be forbidden only if a policy selects the workload.
+            let to_proxy = member.auto.is_some() && flags & Enrolled::INBOUND != 0;
+            if !to_proxy && !member.by_kernel {
                 continue;
             }
             let (name, labels) = (&member.workload.name, &member.workload.labels);

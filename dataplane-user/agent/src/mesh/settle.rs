@@ -7,7 +7,7 @@ use std::{
 
 use dataplane_common::capture::Enrolled;
 use kernel::{Capture, Kernel, Namespace, namespaces};
-use model::{ServiceName, Snapshot, Workload, WorkloadName};
+use model::{ServiceName, Snapshot, Workload, WorkloadName, authorization::PolicyName};
 use plan::{
     Captured,
     enrol::{
@@ -50,6 +50,8 @@ pub struct Settled {
     /// Entries that the tables have no room for, and that no captured workload has asked for; and Istio's objects that
     /// nothing enforces.
     pub left_out: Vec<String>,
+    /// Istio's policies that refuse connections in the kernel, with their numbers.
+    pub refusers: Vec<(u32, PolicyName)>,
 }
 
 /// The facts of one run: the snapshot, and the network namespaces of this machine.
@@ -169,8 +171,7 @@ impl Mesh {
     fn name_limits(&mut self, snapshot: &Snapshot, members: &[Member]) -> Vec<String> {
         let istio = &snapshot.istio;
         let limited = limited(istio, members, self.said.sidecars);
-        let is_unread = istio.denies && istio.unread;
-        let then = (is_unread || !limited.is_empty()).then(|| consequence(istio).to_owned());
+        let then = (!limited.is_empty()).then(|| consequence(istio).to_owned());
         let now = Instant::now();
         for (namespace, text) in &limited {
             if self.limited.insert(Arc::clone(namespace), now).is_none() {
@@ -395,6 +396,7 @@ impl Mesh {
             number: self.enroller.number(&member.workload.name),
             problem: self.problems.of(&member.workload.name).cloned(),
             rules: member.rules,
+            by_kernel: member.by_kernel,
             workload: member.workload,
         };
         let workloads: Vec<_> = members.into_iter().map(enrolment).collect();
@@ -414,11 +416,15 @@ impl Mesh {
         let numbers = workloads.iter().map(|enrolment| enrolment.number);
         self.enroller.keep_numbers(&numbers.collect());
         self.enroller.keep_policies(&draft.wanted);
+        let refusers = self.enroller.refusers();
+        let refusers = refusers.map(|(number, name)| (number, name.clone()));
+        let refusers = refusers.collect();
         Settled {
             workloads,
             trouble,
             shortage,
             left_out: draft.left_out,
+            refusers,
         }
     }
 }

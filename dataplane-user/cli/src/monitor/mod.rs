@@ -24,7 +24,7 @@ use super::names::Names;
 ///
 /// One line for each connection to a service, and for each datagram of an unconnected socket: time,
 /// client, address, endpoint and reason. Of packets, the first packet of each flow, and each
-/// refused packet. With `--hook dns`, the DNS queries that the agent answers. Costs nothing while
+/// refused packet. At `lookup`, each connection that is refused when it arrives at a captured workload. With `--hook dns`, the DNS queries that the agent answers. Costs nothing while
 /// `monitor` does not run. Ctrl-C ends it.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -84,11 +84,12 @@ enum Shown {
 }
 
 impl Shown {
-    const ALL: [Self; 5] = [
+    const ALL: [Self; 6] = [
         Self::At(Hook::Connect),
         Self::At(Hook::Sendmsg),
         Self::At(Hook::Recvmsg),
         Self::At(Hook::Packet),
+        Self::At(Hook::Lookup),
         Self::Queries,
     ];
 
@@ -228,7 +229,7 @@ impl MonitorArgs {
             reason: reason.map_or("unknown", Reason::word),
             service,
             pool: event.pool,
-            process: (hook != Some(Hook::Packet)).then(|| Process {
+            process: (!matches!(hook, Some(Hook::Packet | Hook::Lookup))).then(|| Process {
                 pid: event.pid,
                 // A process may have any name.
                 command: String::from_utf8_lossy(&event.comm[..end])

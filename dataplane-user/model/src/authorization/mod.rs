@@ -3,6 +3,7 @@
 //! The order is that of Istio's ztunnel: policies with DENY, then policies with ALLOW. A workload without a policy with
 //! ALLOW accepts all other connections. <https://istio.io/latest/docs/concepts/security/#implicit-enablement>
 
+mod clients;
 mod plaintext;
 mod rule;
 #[cfg(test)]
@@ -10,6 +11,7 @@ mod tests;
 
 use std::{fmt, sync::Arc};
 
+pub use clients::{Clients, PlainClients, Verdict};
 pub use plaintext::{PeerAuthentication, Plaintext, Rank};
 pub use rule::{Account, Connection, Match, Rule, Values, Word};
 

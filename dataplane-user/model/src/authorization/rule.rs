@@ -104,6 +104,13 @@ impl Match {
         *self == Self::default()
     }
 
+    /// Returns the number of values.
+    pub(super) fn count(&self) -> usize {
+        let texts = self.namespaces.all().count() + self.principals.all().count();
+        let ranges = self.sources.all().count() + self.destinations.all().count();
+        texts + ranges + self.accounts.all().count() + self.ports.all().count()
+    }
+
     fn needs_identity(&self) -> bool {
         let texts = [&self.namespaces, &self.principals];
         !texts.iter().all(|of| of.is_empty()) || !self.accounts.is_empty()
@@ -145,13 +152,17 @@ impl<T> Default for Values<T> {
 }
 
 impl<T> Values<T> {
-    fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.any.is_empty() && self.none.is_empty()
     }
 
+    /// Returns both kinds of values.
+    pub(super) fn all(&self) -> impl Iterator<Item = &T> {
+        self.any.iter().chain(&self.none)
+    }
+
     fn bytes(&self, text: impl Fn(&T) -> usize) -> usize {
-        let all = self.any.iter().chain(&self.none);
-        all.map(|of| size_of::<T>() + text(of)).sum()
+        self.all().map(|of| size_of::<T>() + text(of)).sum()
     }
 
     fn fit(&self, mut is: impl FnMut(&T) -> bool) -> bool {

@@ -8,9 +8,14 @@ use std::{
     net::{Ipv4Addr, Ipv6Addr},
 };
 
-use dataplane_common::capture::{CAPTURED, EXCLUDED, Enrolled, JUDGED, REFUSED, RuleKey};
+use dataplane_common::capture::{
+    CAPTURED, EXCLUDED, Enrolled, JUDGED, REFUSED, REFUSED_BY, RuleKey, TrafficKey,
+};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use model::{Egress, Inbound, Policy, WithoutProxy};
+use model::{
+    Egress, Inbound, Policy, WithoutProxy,
+    authorization::{Clients, PolicyName, Verdict},
+};
 
 use super::captured::{Captured, range_key};
 
@@ -22,7 +27,11 @@ pub type Resolvers = BTreeMap<IpNet, bool>;
 pub struct Policies {
     numbers: HashMap<Policy, u32>,
     resolvers: HashMap<Resolvers, u32>,
+    clients: HashMap<Clients, u32>,
     last: u32,
+    /// Istio's policies that refuse clients.
+    refusers: HashMap<PolicyName, u32>,
+    last_refuser: u32,
 }
 
 impl Policies {
@@ -32,6 +41,20 @@ impl Policies {
             last,
             ..Self::default()
         }
+    }
+
+    /// Starts numbering Istio's policies after `last`, the highest number that an earlier agent used.
+    #[must_use]
+    pub fn with_refusers_after(self, last: u32) -> Self {
+        Self {
+            last_refuser: last,
+            ..self
+        }
+    }
+
+    /// Returns Istio's policies that refuse clients, with their numbers.
+    pub fn refusers(&self) -> impl Iterator<Item = (u32, &PolicyName)> {
+        self.refusers.iter().map(|(name, number)| (*number, name))
     }
 
     /// Adds a policy to the tables if it is not there. Returns its number and flags.
@@ -77,6 +100,19 @@ impl Policies {
         }
         for (port, said) in inbound(policy) {
             rule(RuleKey::INBOUND_PORT, u32::from(port), said);
+        }
+        if let Some(clients) = &policy.plain_clients {
+            let ports = clients.ports.iter();
+            let ports = ports.map(|(port, of)| (u32::from(*port), of));
+            for (id, of) in ports.chain([(RuleKey::ALL_PORTS, &clients.others)]) {
+                let key = RuleKey {
+                    of: number,
+                    kind: RuleKey::SOURCES,
+                    id,
+                };
+                let set = self.add_clients(of, tables);
+                tables.rules.insert(key, set);
+            }
         }
         // The table holds IPv4 as v4-mapped IPv6. Ranges of IPv6 such as ::/0 must not match those addresses.
         if policy.outbound_ranges.keys().any(|r| r.addr().is_ipv6()) {
@@ -126,10 +162,46 @@ impl Policies {
         number
     }
 
-    /// Forgets policies and resolvers that are no longer in use.
-    pub fn keep(&mut self, used: impl Fn(u32) -> bool) {
+    /// Adds a set of clients to the tables if it is not there. Returns its number.
+    fn add_clients(&mut self, clients: &Clients, tables: &mut Captured) -> u32 {
+        let number = self.clients.get(clients).copied();
+        let number = number.unwrap_or_else(|| {
+            self.last += 1;
+            self.clients.insert(clients.clone(), self.last);
+            self.last
+        });
+        for (range, verdict) in clients {
+            let said = match verdict {
+                Verdict::Allowed => CAPTURED,
+                Verdict::Denied(name) => REFUSED | self.refuser(name) << REFUSED_BY,
+                Verdict::NotAllowed => REFUSED | TrafficKey::NOT_ALLOWED << REFUSED_BY,
+                Verdict::Closed => REFUSED,
+            };
+            tables.ranges.insert(range_key(number, range), said);
+        }
+        number
+    }
+
+    /// Returns the number of a policy of Istio's; 0 if there are no more numbers.
+    fn refuser(&mut self, name: &PolicyName) -> u32 {
+        if let Some(number) = self.refusers.get(name) {
+            return *number;
+        }
+        let next = self.last_refuser.max(TrafficKey::NOT_ALLOWED) + 1;
+        if next >= TrafficKey::REFUSERS {
+            return 0;
+        }
+        self.last_refuser = next;
+        self.refusers.insert(name.clone(), next);
+        next
+    }
+
+    /// Forgets policies, resolvers and sets of clients that are no longer in use, and Istio's policies that no longer refuse.
+    pub fn keep(&mut self, used: impl Fn(u32) -> bool, refuses: impl Fn(u32) -> bool) {
         self.numbers.retain(|_, number| used(*number));
         self.resolvers.retain(|_, number| used(*number));
+        self.clients.retain(|_, number| used(*number));
+        self.refusers.retain(|_, number| refuses(*number));
     }
 }
 
@@ -212,6 +284,7 @@ fn flags(policy: &Policy, foreign: bool) -> u32 {
             refuses_others || ports.values().any(|said| *said == REFUSED),
         ),
         (Enrolled::REFUSES_OTHER_PORTS, refuses_others),
+        (Enrolled::JUDGES_INBOUND, policy.plain_clients.is_some()),
     ];
     flags_of(of_users.into_iter().chain(of_connections))
 }

@@ -304,6 +304,6 @@ fn equal_policies_share_a_number_and_others_do_not() {
     let (b, _) = policies.add(&other, true, &mut tables);
     assert_eq!((a, b), (4, 5));
     assert_eq!(policies.add(&one, true, &mut tables).0, 4);
-    policies.keep(|number| number != 4);
+    policies.keep(|number| number != 4, |_| true);
     assert_eq!(policies.add(&one, true, &mut tables).0, 6);
 }

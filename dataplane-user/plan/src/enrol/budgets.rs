@@ -40,9 +40,13 @@ fn cost(policy: &Policy) -> [u64; 2] {
         + policy.excluded_uids.len()
         + policy.excluded_gids.len()
         + policy.excluded_interfaces.len();
-    let ranges = policy.outbound_ranges.len();
+    let clients = policy.plain_clients.as_ref();
+    let [ports, clients] = clients.map_or([0; 2], |clients| clients.size());
+    let rules = rules + ports + usize::from(clients > 0);
+    let ranges = policy.outbound_ranges.len() + clients;
     // A policy with ranges also needs an entry for all of IPv4, and entries that except parts of loopback.
-    let more = u64::from(ranges > 0) + 3 * u64::from(captures_loopback(policy));
+    let more =
+        u64::from(!policy.outbound_ranges.is_empty()) + 3 * u64::from(captures_loopback(policy));
     [rules as u64, ranges as u64 + more]
 }
 

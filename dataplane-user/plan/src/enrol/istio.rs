@@ -37,14 +37,14 @@ pub(super) fn is_judged_by_proxy(workload: &Workload, policy: &Policy) -> bool {
 type Object = (Arc<str>, Arc<str>);
 
 /// Returns the policies that limit inbound connections of a workload and that nothing enforces, not all if they are many, and
-/// the connections. `by_proxy`: the proxy enforces all but those that no program on the node evaluates.
+/// the connections. `is_enforced`: the proxy or the kernel enforces all but those that no program on the node evaluates.
 pub(super) fn limits(
     istio: &Istio,
     workload: &Workload,
-    by_proxy: bool,
+    is_enforced: bool,
 ) -> (Vec<Object>, RefusedInbound) {
     let mut of = istio.policies_of(workload.name.namespace(), &workload.labels);
-    if by_proxy {
+    if is_enforced {
         of = Policies {
             custom: of.custom,
             ..Policies::default()
@@ -159,31 +159,29 @@ fn without_root(snapshot: &Snapshot) -> Option<String> {
     })
 }
 
-/// Returns the consequence for workloads whose inbound connections the proxy carries, if Istio's policies cannot be read.
+/// Returns the consequence for workloads whose policies the proxy or the kernel enforces, if Istio's policies cannot be read.
 /// `foreign`: see [`limited`].
 pub fn unread(istio: &Istio, members: &[Member], foreign: bool) -> Option<String> {
     let mut members = members.iter();
     let is_any = istio.unread
         && members.any(|of| {
-            is_carried(&of.workload, &of.policy, foreign)
-                && is_judged_by_proxy(&of.workload, &of.policy)
+            let is_carried = is_carried(&of.workload, &of.policy, foreign);
+            of.by_kernel || is_carried && is_judged_by_proxy(&of.workload, &of.policy)
         });
     is_any.then(|| {
-        "Istio's policies cannot be read, so the proxy refuses new connections to captured Pods in the mode proxy, and in auto with \
-         mesh.identity: ALL plain connections and tunnels to these Pods are refused until the agent has read the policies"
+        "Istio's policies cannot be read, so the proxy and the kernel refuse new connections to captured Pods: ALL plain connections \
+         and tunnels to the Pods whose policies they enforce are refused until the agent has read the policies"
             .to_owned()
     })
 }
 
 /// Returns the consequence of what [`limited`] names.
 pub const fn consequence(istio: &Istio) -> &'static str {
-    if !istio.denies {
+    if istio.denies {
+        "mesh.unsupported: deny refuses connections that these objects limit"
+    } else {
         "connections that these objects limit pass as if the objects did not exist; to refuse the connections, set \
          mesh.unsupported: deny"
-    } else if istio.unread {
-        "Istio's policies cannot be read, so mesh.unsupported: deny refuses all connections to captured Pods"
-    } else {
-        "mesh.unsupported: deny refuses connections that these objects limit"
     }
 }
 
@@ -350,10 +348,12 @@ mod tests {
     fn only_with_deny_and_at_the_sockets_of_captured_workloads_is_anything_refused() {
         let cases = "
             shop/a * deny | => none 0
-            shop/a * deny | deny => * 0
-            shop/a app=web OFF 80=STRICT | deny => 80 0
+            shop/a * deny | deny =>  0
+            shop/a app=web OFF 80=STRICT | deny =>  0
+            shop/a * custom | deny => * 0
             | deny =>  0
-            | deny unread => * 0
+            | deny unread =>  0
+            | deny unread packets => * 1
             | unread => none 0
             shop/a * deny; shop/b * STRICT | deny proxy =>  0
             | deny unread proxy =>  0
@@ -386,13 +386,14 @@ mod tests {
     }
 
     #[test]
-    fn policies_that_the_proxy_enforces_are_not_named() {
+    fn policies_that_the_proxy_or_the_kernel_enforces_are_not_named() {
         let mut istio = istio("shop/a * deny; shop/b * custom; shop/c * STRICT");
         istio.unread = true;
         for (mode, inbound, wanted, is_unread) in [
             (Mode::Proxy, true, "b", true),
             (Mode::Proxy, false, "b a c", false),
-            (Mode::Kernel, true, "b a c", false),
+            (Mode::Kernel, true, "b", true),
+            (Mode::Kernel, false, "b a c", false),
         ] {
             let all = Rules {
                 mode: Some(mode),
@@ -413,7 +414,7 @@ mod tests {
 
     #[test]
     fn each_namespace_is_named_once_and_those_with_captured_workloads_first() {
-        let mut istio = istio("root/PA * STRICT; shop/AP * deny; other/AP * deny");
+        let mut istio = istio("root/PA * custom; shop/AP * custom; other/AP * custom");
         let gate = || UseWaypoint::Gateway(ServiceName::new("shop", "gate"));
         for n in 0..200 {
             let used = || if n == 7 { UseWaypoint::None } else { gate() };

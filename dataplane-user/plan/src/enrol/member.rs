@@ -28,6 +28,8 @@ pub struct Member {
     /// The namespaces and names of Istio's policies that limit its inbound connections and that nothing enforces, not all if
     /// they are many.
     pub limited_by: Vec<(Arc<str>, Arc<str>)>,
+    /// Whether the kernel enforces Istio's policies for its inbound connections.
+    pub by_kernel: bool,
 }
 
 /// The inbound connections of a workload with [`Member::auto`].
@@ -63,6 +65,7 @@ impl Member {
             denied_by_operator: false,
             auto: None,
             limited_by: Vec::new(),
+            by_kernel: false,
         }
     }
 }

@@ -15,6 +15,7 @@ use super::{
     bounds::Bounds,
     budgets::{ROOM, over_budget, without_lists},
     istio::{is_carried, is_judged_by_proxy, limits, may_be_refused},
+    plain::{Judge, is_judged_by_kernel},
     statements::statements,
 };
 
@@ -72,8 +73,9 @@ pub(super) fn members_within(
             .entry(&described.name)
             .or_insert_with(|| Arc::new(described.clone()));
     }
-    let denies = snapshot.istio.denies;
-    let captured = |workload: Arc<Workload>, over_budget| {
+    let istio = &snapshot.istio;
+    let mut judge = Judge::default();
+    let mut captured = |workload: Arc<Workload>, over_budget| {
         let Layered {
             layers,
             mut ineffective,
@@ -98,10 +100,12 @@ pub(super) fn members_within(
                     denied_by_operator: false,
                     auto: None,
                     limited_by: Vec::new(),
+                    by_kernel: false,
                 });
         };
         let denied_by_operator = bounds.stated.egress == Some(Egress::Deny);
         bounds.judge(&mut policy);
+        let has_sidecar = workload.place == Place::Exempt(Exempt::Sidecar);
         let workload = judged(&workload, &bounds, by_sidecar);
         let workload = unless_excluded(said, workload);
         let is_auto = policy.mode == Mode::Auto
@@ -111,19 +115,23 @@ pub(super) fn members_within(
         if is_auto {
             policy.mode = Mode::Proxy;
         }
-        let mut limited_by = Vec::new();
+        let (mut limited_by, mut by_kernel) = (Vec::new(), false);
         if is_carried(&workload, &policy, said.sidecars) {
             let mut refused;
-            let by_proxy = is_judged_by_proxy(&workload, &policy);
-            (limited_by, refused) = limits(&snapshot.istio, &workload, by_proxy);
-            if policy.captured_by == CapturedBy::Packets && refused.is_any() && denies {
+            by_kernel = !has_sidecar && is_judged_by_kernel(&workload, &policy);
+            let is_enforced = by_kernel || is_judged_by_proxy(&workload, &policy);
+            (limited_by, refused) = limits(istio, &workload, is_enforced);
+            if by_kernel {
+                ineffective.extend(judge.judge(istio, &workload, &mut policy, over_budget));
+            }
+            if policy.captured_by == CapturedBy::Packets && refused.is_any() && istio.denies {
                 ineffective.push(NOT_REFUSED.to_owned());
             }
             if over_budget {
                 refused.others = refused.is_any();
                 refused.ports.clear();
             }
-            policy.refused = denies.then(|| Box::new(refused));
+            policy.refused = istio.denies.then(|| Box::new(refused));
         }
         Some(Member {
             policy,
@@ -132,9 +140,10 @@ pub(super) fn members_within(
             ineffective,
             denied_by_operator,
             auto: is_auto.then(|| Auto {
-                plain_to_proxy: may_be_refused(&snapshot.istio, &workload),
+                plain_to_proxy: may_be_refused(istio, &workload),
             }),
             limited_by,
+            by_kernel,
             workload,
         })
     };

@@ -8,6 +8,7 @@ mod kept;
 mod known;
 mod member;
 mod members;
+mod plain;
 mod statements;
 mod waypoints;
 
@@ -18,13 +19,15 @@ use std::{
 };
 
 pub use budgets::fit_addresses;
-use dataplane_common::capture::{CAPTURED, EXCLUDED, Enrolled, Local, RuleKey, TUNNELS};
+use dataplane_common::capture::{
+    CAPTURED, EXCLUDED, Enrolled, Local, REFUSED, REFUSED_BY, RuleKey, TUNNELS,
+};
 pub use istio::{consequence, limited, missing_root, unread};
 pub use kept::{Retained, Unknown};
 pub use known::{Unlisted, known};
 pub use member::{Auto, Member};
 pub use members::{MeshStatements, members};
-use model::{Workload, WorkloadName};
+use model::{Workload, WorkloadName, authorization::PolicyName};
 pub use statements::{Statement, statements};
 pub use waypoints::unusable_waypoints;
 
@@ -41,6 +44,8 @@ pub struct Enrolment {
     pub rules: Vec<Statement>,
     /// The reason why it is not captured as its rules ask.
     pub problem: Option<Problem>,
+    /// See [`Member::by_kernel`].
+    pub by_kernel: bool,
 }
 
 /// The reason why a workload is not captured as its rules ask.
@@ -109,13 +114,17 @@ impl Enroller {
         let policies = policies.chain(locals().map(|local| local.policy));
         let policies = policies.chain(enrolled().map(|e| e.resolvers));
         let policies = policies.chain(locals().map(|local| local.resolvers));
+        let policies = policies.chain(held.ranges.keys().map(|key| key.policy));
+        let refusers = held.ranges.values().filter(|said| **said & REFUSED != 0);
+        let refusers = refusers.map(|said| *said >> REFUSED_BY);
         let workloads = enrolled().map(|e| e.workload);
         let workloads = workloads.chain(locals().map(|local| local.workload));
         let last = workloads.max().unwrap_or_default();
         Self {
             foreign,
             tunnels: tunnels && !foreign,
-            policies: Policies::after(policies.max().unwrap_or_default()),
+            policies: Policies::after(policies.max().unwrap_or_default())
+                .with_refusers_after(refusers.max().unwrap_or_default()),
             numbers: HashMap::new(),
             last,
             earlier: last,
@@ -232,6 +241,11 @@ impl Enroller {
         self.numbers.retain(|_, number| wanted.contains(number));
     }
 
+    /// Returns Istio's policies that refuse clients in the kernel, with their numbers.
+    pub fn refusers(&self) -> impl Iterator<Item = (u32, &PolicyName)> {
+        self.policies.refusers()
+    }
+
     /// Forgets the policies that no entry refers to.
     pub fn keep_policies(&mut self, wanted: &Captured) {
         let used: BTreeSet<u32> = wanted
@@ -245,8 +259,14 @@ impl Enroller {
                     .values()
                     .flat_map(|local| [local.policy, local.resolvers]),
             )
+            .chain(wanted.sets_of_clients())
             .collect();
-        self.policies.keep(|number| used.contains(&number));
+        let refusers = wanted.ranges.values().map(|said| *said >> REFUSED_BY);
+        let refusers: BTreeSet<u32> = refusers.collect();
+        self.policies.keep(
+            |number| used.contains(&number),
+            |refuser| refusers.contains(&refuser),
+        );
     }
 }
 

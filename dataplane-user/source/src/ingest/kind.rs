@@ -187,8 +187,8 @@ impl Kind {
                 "captured Pods with an identity cannot connect to what has a waypoint (istio.io/use-waypoint)",
             ),
             Self::AuthorizationPolicy | Self::PeerAuthentication => Some(
-                "those that limit connections are not named, and all connections to captured Pods in the mode proxy are \
-                 refused; with mesh.unsupported: deny, all connections to captured Pods are refused",
+                "those that limit connections are not named, and all connections to captured Pods whose policies the proxy or the \
+                 kernel enforces are refused",
             ),
         }
     }

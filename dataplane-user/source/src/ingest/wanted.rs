@@ -30,12 +30,10 @@ pub enum WantedPolicies {
     /// None: the policies are not read.
     #[default]
     None,
-    /// The proxy enforces the policies, and the agent names them if the proxy does not carry the connections. No view waits
-    /// for the policies: until they are read, the view has this state, and the proxy holds new connections.
-    Named,
-    /// As [`Self::Named`], and the agent refuses the connections that the policies limit and that the proxy does not carry. If
-    /// the policies cannot be read, the agent refuses all connections that they may limit.
-    Refused,
+    /// The proxy and the kernel enforce the policies. The first view waits for them: the kernel cannot hold connections, and
+    /// keeps the earlier agent's decisions until then. If the policies cannot be read, all connections that they may limit are
+    /// refused.
+    Enforced,
 }
 
 impl From<Scope> for WantedKinds {
@@ -54,7 +52,7 @@ impl WantedKinds {
         entries: true,
         routes: true,
         waypoints: true,
-        policies: WantedPolicies::Named,
+        policies: WantedPolicies::Enforced,
         names: true,
     };
 
@@ -69,12 +67,6 @@ impl WantedKinds {
             kind if kind.is_policy() => self.policies != WantedPolicies::None,
             _ => self.routes,
         }
-    }
-
-    /// Returns whether the first view waits for a kind.
-    pub(super) fn awaits(self, kind: Kind) -> bool {
-        let is_named = kind.is_policy() && self.policies == WantedPolicies::Named;
-        self.includes(kind) && !is_named
     }
 }
 

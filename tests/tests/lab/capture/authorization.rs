@@ -11,7 +11,7 @@ use dataplane_common::Reason;
 use dataplane_tests::{Host, api::Resource, report::Report};
 use serde_json::{Value, json};
 
-use super::{World, explain::explain, istio::Site, list, pod, probes::Kubelet};
+use super::{World, explain::explain, istio::Site, list, pod, pod_of, probes::Kubelet};
 use crate::{
     cluster::{eventually, fails, lived, reaches},
     metrics::Metrics,
@@ -28,29 +28,22 @@ scenarios! {
 }
 
 /// The pod `app`, by both families.
-const TO: [&str; 2] = ["10.244.1.8:7", "[fd00:10:244:1::8]:7"];
+pub(super) const TO: [&str; 2] = ["10.244.1.8:7", "[fd00:10:244:1::8]:7"];
 /// Addresses of `one`.
-const ONE: [&str; 2] = ["10.244.1.5/32", "fd00:10:244:1::5/128"];
-const AUTHORIZATION: &str = "AuthorizationPolicy";
+pub(super) const ONE: [&str; 2] = ["10.244.1.5/32", "fd00:10:244:1::5/128"];
+pub(super) const AUTHORIZATION: &str = "AuthorizationPolicy";
 const DENIED: &str = "dataplane_policy_denied_total";
 
-/// The pod `app`, captured in the mode `proxy`, and a file with policies that select it.
-struct Policed {
+/// The captured pod `app`, and a file with policies that select it.
+pub(super) struct Policed {
     world: World,
     policies: PathBuf,
 }
 
 impl Policed {
+    /// In the mode `proxy`.
     fn new() -> Result<Self> {
-        let mut world = World::new()?;
-        Kubelet::start(&world)?;
-        let pods = world.state.path().join("pods.yaml");
-        fs::write(&pods, pod("ambient", json!({})).to_string())?;
-        let policies = world.state.path().join("policies.yaml");
-        fs::write(&policies, list(&[]).to_string())?;
-        let config = json!({ "rules": { "mode": "proxy" } });
-        world.agent_with(&config, &[pods, policies.clone()])?;
-        let of = Self { world, policies };
+        let of = Self::in_mode("proxy", json!({}))?;
         eventually(|| {
             let all = || of.all(&["one", "two", "far"], None);
             let ((), counted) = of.world.counted(Reason::CapturedInbound, all)?;
@@ -60,17 +53,38 @@ impl Policed {
         Ok(of)
     }
 
+    /// `annotations`: those of the pod. In the mode `kernel`, `two` is captured, too.
+    pub fn in_mode(mode: &str, annotations: Value) -> Result<Self> {
+        let mut world = World::new()?;
+        Kubelet::start(&world)?;
+        let pods = world.state.path().join("pods.yaml");
+        let mut all = vec![pod("ambient", annotations)];
+        if mode == "kernel" {
+            all.push(pod_of(world.lab.pod("two"), "ambient", json!({})));
+        }
+        fs::write(&pods, list(&all).to_string())?;
+        let policies = world.state.path().join("policies.yaml");
+        fs::write(&policies, list(&[]).to_string())?;
+        let config = json!({ "rules": { "mode": mode } });
+        world.agent_with(&config, &[pods, policies.clone()])?;
+        Ok(Self { world, policies })
+    }
+
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
     /// Replaces the policies.
-    fn write(&self, policies: &[Value]) -> Result<()> {
+    pub fn write(&self, policies: &[Value]) -> Result<()> {
         Ok(fs::write(&self.policies, list(policies).to_string())?)
     }
 
-    fn host(&self, name: &str) -> &Host {
+    pub fn host(&self, name: &str) -> &Host {
         self.world.lab.pod(name)
     }
 
     /// By both families, these clients reach port 7, or see this error.
-    fn all(&self, clients: &[&str], error: Option<&str>) -> Result<()> {
+    pub fn all(&self, clients: &[&str], error: Option<&str>) -> Result<()> {
         for (name, to) in clients.iter().flat_map(|name| TO.map(|to| (name, to))) {
             let from = self.host(name);
             match error {
@@ -82,7 +96,7 @@ impl Policed {
     }
 
     /// The refusals of the policy `limit`.
-    fn denied(&self, kind: &str, dry_run: &str) -> Result<f64> {
+    pub fn denied(&self, kind: &str, dry_run: &str) -> Result<f64> {
         let policy = format!("{kind} limit");
         let labels = [
             ("namespace", "default"),
@@ -93,13 +107,13 @@ impl Policed {
         Ok(metrics.sum(DENIED, &labels))
     }
 
-    fn run(&self, arguments: &[&str]) -> Result<Outcome> {
+    pub fn run(&self, arguments: &[&str]) -> Result<Outcome> {
         run_args(self.world.agent()?, arguments)
     }
 }
 
 /// A policy named `limit` that selects `app`.
-fn policy(kind: &str, mut spec: Value) -> Value {
+pub(super) fn policy(kind: &str, mut spec: Value) -> Value {
     spec["selector"] = json!({ "matchLabels": { "app": "app" } });
     json!({
         "apiVersion": "security.istio.io/v1",
@@ -109,7 +123,7 @@ fn policy(kind: &str, mut spec: Value) -> Value {
     })
 }
 
-fn deny_one() -> Value {
+pub(super) fn deny_one() -> Value {
     let from = json!([{ "source": { "ipBlocks": ONE } }]);
     json!({ "action": "DENY", "rules": [{ "from": from }] })
 }
@@ -266,7 +280,9 @@ fn until_the_policies_are_read_connections_wait() -> Result<()> {
     eventually(|| fails(&one, TO[0], patient, "ECONNRESET"))?;
     fails(&one, TO[1], patient, "ECONNRESET")?;
     reaches(&app, "10.244.2.5:7", "connect", &["far"])?;
-    eventually(|| site.names("Istio's policies cannot be read, so the proxy refuses"))?;
+    eventually(|| {
+        site.names("Istio's policies cannot be read, so the proxy and the kernel refuse")
+    })?;
     site.server.faults().withhold(None);
     eventually(|| reaches(&one, TO[1], "connect", &["app"]).map(drop))?;
     reaches(&one, TO[0], "connect", &["app"]).map(drop)

@@ -187,35 +187,46 @@ fn connections_to_pods_that_policies_select_are_refused() -> Result<()> {
     let ports = json!({ "80": { "mode": "PERMISSIVE" } });
     let strict = json!({ "mtls": { "mode": "STRICT" }, "portLevelMtls": ports });
     let denies = json!({ "action": "DENY", "rules": [{}] });
-    // In the mode `proxy`, the proxy enforces the policies.
+    // The kernel enforces the policies, and refuses what nothing evaluates.
     let mode = "kernel";
     site.agent(mode, "deny")?;
     eventually(is_open)?;
-    for (kind, spec, resource, has_open_port) in [
+    let custom = json!({ "action": "CUSTOM", "provider": { "name": "x" }, "rules": [{}] });
+    for (kind, spec, resource, has_open_port, reason) in [
         (
             "PeerAuthentication",
             &strict,
             Resource::PeerAuthentications,
             true,
+            Reason::PolicyDenied,
         ),
         (
             "AuthorizationPolicy",
             &denies,
             Resource::AuthorizationPolicies,
             false,
+            Reason::PolicyDenied,
+        ),
+        (
+            "AuthorizationPolicy",
+            &custom,
+            Resource::AuthorizationPolicies,
+            false,
+            Reason::Unsupported,
         ),
     ] {
         let what = || format!("{mode} {kind}");
         site.server.cluster().apply(policy(kind, spec.clone()));
         eventually(is_refused).with_context(what)?;
-        let ((), counted) = site.world.counted(Reason::Unsupported, is_refused)?;
+        let ((), counted) = site.world.counted(reason, is_refused)?;
         ensure!(counted == 4, "{}: {counted}", what());
-        site.names(&format!("{kind} limit"))?;
+        if reason == Reason::Unsupported {
+            site.names(&format!("{kind} limit"))?;
+        }
         Kubelet::start(&site.world)?.probes().with_context(what)?;
-        let source = format!("netns:{}", clients[0].netns());
-        let told = explain(&site.world, &source, to[0], &[])?;
-        let reason = &told["capture"][0]["reason"];
-        ensure!(*reason == Reason::Unsupported.word(), "{told:#}");
+        let told = explain(&site.world, "10.244.1.5", to[0], &[])?;
+        let said = &told["capture"][0]["reason"];
+        ensure!(*said == reason.word(), "{told:#}");
         let http = reaches(&clients[0], "10.244.1.8:80", "http", &["app"]);
         ensure!(http.is_ok() == has_open_port, "{}: {http:?}", what());
         // Datagrams, its own connections, and those to itself.
@@ -229,13 +240,10 @@ fn connections_to_pods_that_policies_select_are_refused() -> Result<()> {
     // An agent that cannot read the policies serves, and refuses the connections that the policies may limit.
     let unread = Some((Resource::AuthorizationPolicies, 403));
     site.server.faults().withhold(unread);
-    site.agent(mode, "deny")?;
+    site.agent(mode, "warn")?;
     eventually(is_refused)?;
     site.names("Istio's policies cannot be read")?;
     reaches(&app, "10.244.2.5:7", "connect", &["far"])?;
     site.server.faults().withhold(None);
-    eventually(is_open)?;
-    site.agent(mode, "warn")?;
-    eventually(is_open)?;
-    Ok(())
+    eventually(is_open)
 }

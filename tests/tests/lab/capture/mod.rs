@@ -3,6 +3,7 @@
 
 mod authorization;
 mod boot;
+mod by_kernel;
 mod cleanup;
 mod clients;
 mod cni;
@@ -35,6 +36,7 @@ mod ztunnel;
 
 pub use authorization::SCENARIOS as AUTHORIZATION;
 pub use boot::SCENARIOS as BOOT;
+pub use by_kernel::SCENARIOS as BY_KERNEL;
 pub use cleanup::SCENARIOS as CLEANUP;
 pub use clients::SCENARIOS as CLIENTS;
 pub use cni::SCENARIOS as CNI;

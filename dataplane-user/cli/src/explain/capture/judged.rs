@@ -1,16 +1,43 @@
-//! The decision of Istio's policies about a connection that goes to the workload's proxy.
+//! The decision of Istio's policies about a connection to a workload whose policies the proxy or the kernel enforces.
 
 use std::net::IpAddr;
 
 use admin::client::Client as Agent;
-use dataplane_common::Reason;
+use dataplane_common::{
+    Reason,
+    capture::{self, CAPTURED, Enrolled, Local},
+};
 
-use super::{Destination, Outcome, call::Call};
+use super::{Destination, Mesh, Outcome, call::Call};
 use crate::policies;
 
 /// Why a plain inbound connection goes direct although the workload has a proxy.
 pub(super) const WITHOUT_POLICIES: &str = "no AuthorizationPolicy or PeerAuthentication of the workload may refuse plain \
      connections, so they do not go to the proxy";
+
+impl Mesh {
+    /// Returns the verdict on an inbound connection that does not go to a proxy. `reason`: that of the rules; `client`: its address,
+    /// if it is known.
+    pub(super) fn without_proxy(
+        &self,
+        reason: Reason,
+        local: &Local,
+        client: Option<IpAddr>,
+        port: u16,
+    ) -> Reason {
+        let is_judged = local.flags & Enrolled::JUDGES_INBOUND != 0;
+        if reason != Reason::CapturedInbound
+            || !is_judged && local.flags & Enrolled::ONLY_HBONE == 0
+        {
+            return Reason::ExcludedPort;
+        }
+        let client = client.filter(|_| is_judged);
+        match client.map(|from| capture::judged(self, local, from.into(), port.into())) {
+            None | Some(CAPTURED) => Reason::Direct,
+            Some(_) => Reason::PolicyDenied,
+        }
+    }
+}
 
 impl Outcome {
     /// Adds whether the destination speaks HBONE, if this decides. Returns whether it refuses the connection in place of
@@ -25,12 +52,18 @@ impl Outcome {
         decides && reason == Reason::ProxyDown
     }
 
-    /// Adds the decision of the workload's policies about a connection that goes to the proxy, in plaintext.
+    /// Adds the decision of the workload's policies about an inbound connection in plaintext.
     pub fn judge(&mut self, agent: &Agent, client: Option<IpAddr>, to: Destination) {
         let Some(workload) = &self.workload else {
             return;
         };
-        if self.reason != Reason::CapturedInbound.word() {
+        let judged = [
+            Reason::CapturedInbound,
+            Reason::Direct,
+            Reason::PolicyDenied,
+        ];
+        let is_judged = judged.iter().any(|of| of.word() == self.reason);
+        if self.direction != "inbound" || !is_judged {
             return;
         }
         let connection = client.map(|from| (from, to.port));
@@ -38,9 +71,14 @@ impl Outcome {
         let Some(told) = told.ok().and_then(|all| all.into_iter().next()) else {
             return;
         };
-        if !told.enforced || told.policies.is_empty() && !told.unread {
+        let Some(by) = &told.enforced_by else {
+            return;
+        };
+        if told.policies.is_empty() && !told.unread {
             return;
         }
+        self.steps
+            .push(format!("Istio's policies are enforced by the {by}"));
         match told.decision {
             Some(decision) => {
                 self.allowed = Some(decision.allowed);

@@ -49,7 +49,7 @@ pub struct Outcome {
     /// The rule that decided. `None` if no rule decided.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rule: Option<Rule>,
-    /// Whether the proxy allows the connection: by Istio's policies, or `false` if several Pods have the address and one of them
+    /// Whether the proxy or the kernel allows the connection: by Istio's policies, or `false` if several Pods have the address and one of them
     /// speaks HBONE. `None`: neither decides, or the agent or the client's address is not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allowed: Option<bool>,
@@ -251,7 +251,9 @@ impl Mesh {
             return None;
         }
         let has = |flags| local.flags & flags != 0;
-        let is_decided = has(Enrolled::PROXY | Enrolled::REFUSES_INBOUND) && !local.is_by_packets();
+        let is_judged = has(Enrolled::JUDGES_INBOUND);
+        let is_decided = (is_judged || has(Enrolled::PROXY | Enrolled::REFUSES_INBOUND))
+            && !local.is_by_packets();
         if to.protocol != Protocol::TCP || !is_decided || from_itself {
             return None;
         }
@@ -266,15 +268,10 @@ impl Mesh {
         } else if has(Enrolled::INBOUND | Enrolled::TUNNELS) && own {
             reason = Reason::Recursive;
         } else if !has(Enrolled::INBOUND) && reason != Reason::Unsupported {
-            if !has(Enrolled::PROXY) {
+            if !is_judged && !has(Enrolled::PROXY) {
                 return None;
             }
-            let is_direct = has(Enrolled::ONLY_HBONE) && reason == Reason::CapturedInbound;
-            reason = if is_direct {
-                Reason::Direct
-            } else {
-                Reason::ExcludedPort
-            };
+            reason = self.without_proxy(reason, local, client.address, to.port);
         }
         let (netns, is_v4) = (local.netns, to.addr.is_ipv4());
         let (key, without) = if tunnel.is_some() {
@@ -303,7 +300,7 @@ impl Mesh {
             ));
         } else {
             let interface = interface.map(|(name, _)| name);
-            if reason == Reason::Direct {
+            if reason == Reason::Direct && !is_judged {
                 told.steps.push(WITHOUT_POLICIES.to_owned());
             }
             told.rule = self.inbound_rule(reason, local, to.port, interface.as_deref());

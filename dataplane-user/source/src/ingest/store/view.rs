@@ -41,7 +41,7 @@ impl Store {
 
     /// Returns a view if there is a change, and if every kind was read once.
     pub fn view(&mut self) -> Option<View> {
-        let mut kinds = Kind::ALL.iter().filter(|kind| self.wanted.awaits(**kind));
+        let mut kinds = Kind::ALL.iter().filter(|kind| self.wanted.includes(**kind));
         let known = |kind| self.listed.contains(kind) || self.refused.contains(kind);
         if !self.changed || !kinds.all(known) {
             return None;

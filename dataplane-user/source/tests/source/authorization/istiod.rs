@@ -12,7 +12,7 @@ use dataplane_source::objects::IstioObjects;
 use ipnet::IpNet;
 use model::{
     Identity, Istio, Label,
-    authorization::{Connection, Policies},
+    authorization::{Connection, Policies, Verdict},
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -187,6 +187,18 @@ impl Facts {
         found
     }
 
+    /// Decides as the kernel does about a client without an identity: by ranges of clients.
+    fn is_allowed_by_kernel(&self, policies: &Policies) -> bool {
+        let clients = policies.plain_clients(&[self.destination]);
+        let clients = clients.expect("few ranges");
+        let of_port = clients.ports.get(&self.port).unwrap_or(&clients.others);
+        let found = of_port
+            .iter()
+            .filter(|(range, _)| range.contains(&self.source));
+        let longest = found.max_by_key(|(range, _)| range.prefix_len());
+        longest.is_some_and(|(_, verdict)| *verdict == Verdict::Allowed)
+    }
+
     fn is_allowed(&self, policies: &Policies) -> bool {
         let peer = self.peer.as_ref();
         let peer = peer.map(|[domain, ns, name]| Identity::new(domain, ns, name).unwrap());
@@ -283,6 +295,16 @@ fn difference(
     let theirs = of_workload(round, &case.namespace, names);
     let differs = |of: &&Facts| of.is_allowed(&ours) != of.is_allowed_by(&theirs);
     let mut found = grid.iter().filter(differs);
+    // The families of a connection are the same.
+    let mut plain = grid
+        .iter()
+        .filter(|of| of.peer.is_none() && of.source.is_ipv4() == of.destination.is_ipv4());
+    let wrong = plain.find(|of| of.is_allowed_by_kernel(&ours) != of.is_allowed(&ours));
+    assert!(
+        wrong.is_none(),
+        "{} [{workload}]: {wrong:?}",
+        case.namespace
+    );
     let first = found.next()?;
     let word = |is_allowed| if is_allowed { "allows" } else { "refuses" };
     let objects = round[0].objects.iter().chain(&case.objects);
