@@ -40,8 +40,9 @@ fn flags_are_bits_of_their_own() {
         E::TUNNELS,
         E::ENCRYPTS,
         E::ONLY_HBONE,
+        E::JUDGES_INBOUND,
     ];
-    assert!(bits(&enrolled).into_iter().eq(0..21));
+    assert!(bits(&enrolled).into_iter().eq(0..22));
     assert_eq!(bits(&[LISTED, HBONE, WAYPOINT, SHARED]), [0, 1, 2, 3]);
     assert_eq!(bits(&[E::CAPTURED, FROM_CLIENT]), [31, 31]);
     assert_eq!(
@@ -53,6 +54,7 @@ fn flags_are_bits_of_their_own() {
         E::INBOUND,
         E::VIRTUAL,
         E::REFUSES_INBOUND,
+        E::JUDGES_INBOUND,
         E::TUNNELS,
     ];
     assert_eq!(E::LOOKED_UP, looked_up.into_iter().sum::<u32>());
