@@ -366,19 +366,24 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
             // Fails if the peer has ended the stream or the tunnel.
             let _ = respond.send_response(answer(refusal.status()), true);
         };
-        let (Method::CONNECT, Some(authority)) = (head.method, head.uri.authority()) else {
+        let authority = head.uri.authority().cloned();
+        let Some(authority) = authority.filter(|_| head.method == Method::CONNECT) else {
             refuse(&mut respond, Refusal::BadRequest);
             return;
         };
+        // Its headers would stay for as long as the stream.
+        drop(head);
         if self.lease.0.peer.until <= SystemTime::now() {
             refuse(&mut respond, Refusal::Unavailable);
             return;
         }
-        let connect = self.served.inbound.connect(Request {
+        let request = Request {
             peer: self.lease.0.peer.identity.clone(),
             client: self.client,
-            authority: authority.clone(),
-        });
+            authority,
+        };
+        // In memory of its own, which an established stream does not hold.
+        let connect = Box::pin(self.served.inbound.connect(request));
         let connected = tokio::select! {
             connected = connect => connected,
             _ = poll_fn(|cx| respond.poll_reset(cx)) => {

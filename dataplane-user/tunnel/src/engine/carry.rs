@@ -42,9 +42,11 @@ pub async fn carry<I: Identities + 'static>(
         }
     };
     let entry = shared.live.add(session.attached(), Direction::Outbound);
+    // In memory of its own, which an established stream does not hold.
+    let connecting = Box::pin(connect(&shared, &mut session, &outbound));
     let connected = tokio::select! {
         biased;
-        connected = connect(&shared, &mut session, &outbound) => connected,
+        connected = connecting => connected,
         () = entry.flow().until_end() => Err(entry.cause()),
         // Gives the attempt up if the client resets the connection.
         _ = client.ready(Interest::ERROR) => Err(reset(Direction::Outbound, true)),
