@@ -40,8 +40,8 @@ pub use dump::Dump;
 use model::{Snapshot, WorkloadName};
 use prometheus_client::{encoding::DescriptorEncoder, registry::Registry};
 use relay::{
-    AccessLog, AttachError, Attachment, Connections, DnsFiles, Limits, Log, Relay, TunnelView,
-    Tunnelling, raise_open_files,
+    AccessLog, AttachError, Attachment, Bounded, Connections, DnsFiles, Exceeded, Limits, Log,
+    Relay, TunnelView, Tunnelling, raise_open_files,
 };
 use threads::Deaths;
 
@@ -331,6 +331,12 @@ impl Observer {
     /// these connections since the workload was attached.
     pub fn stalled(&self) -> Vec<(WorkloadName, u64)> {
         self.0.relay.stalled()
+    }
+
+    /// Workloads to which tunnels were refused or had to wait lately, each with the numbers since the workload was attached
+    /// and the last reason.
+    pub fn bounded(&self) -> Vec<(WorkloadName, Bounded, Exceeded)> {
+        self.0.relay.bounded()
     }
 
     /// Returns whether the proxy accepts inbound connections of a workload, and so enforces its policies.

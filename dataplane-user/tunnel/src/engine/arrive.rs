@@ -9,7 +9,7 @@ use std::{
 
 use model::Identity;
 use relay::{
-    Attached, Client, Direction, Flag, Permit, Session,
+    Attached, Client, Direction, Exceeded, Flag, Permit, Session,
     socket::{self, From, Manner},
 };
 use tokio::{net::TcpStream, time::timeout};
@@ -138,7 +138,15 @@ impl Inbound for Arrive {
         self.shared.relay.index().1.client(ip)
     }
 
+    fn waits(&self, exceeded: Exceeded) {
+        self.attached.count_bounded(exceeded, false);
+    }
+
     fn failed(&self, client: SocketAddr, error: &Error) {
+        if let Error::TooMany { kind, .. } = error {
+            let (holder, what) = ("one client", *kind);
+            self.attached.count_bounded(Exceeded { holder, what }, true);
+        }
         let name = &self.attached.workload.name;
         tracing::debug!("{name}: tunnel from {client}: {error}");
     }
