@@ -31,13 +31,14 @@ use std::{
     collections::BTreeMap,
     fmt,
     io::{self, Write},
+    net::SocketAddr,
     sync::Arc,
     thread::{self, JoinHandle},
     time::Duration,
 };
 
 pub use dump::Dump;
-use model::{Snapshot, WorkloadName};
+use model::{ServiceName, Snapshot, WorkloadName};
 use prometheus_client::{encoding::DescriptorEncoder, registry::Registry};
 use relay::{
     AccessLog, AttachError, Attachment, Bounded, Connections, DnsFiles, Exceeded, Limits, Log,
@@ -337,6 +338,19 @@ impl Observer {
     /// and the last reason.
     pub fn bounded(&self) -> Vec<(WorkloadName, Bounded, Exceeded)> {
         self.0.relay.bounded()
+    }
+
+    /// Returns the Gateway to whose waypoint a connection of this workload (`NAMESPACE/NAME`) goes, and the waypoint's address.
+    /// `None`: the connection goes to no waypoint. The error names the Gateway, and says why the proxy refuses the connection.
+    pub fn waypoint(
+        &self,
+        workload: &str,
+        to: SocketAddr,
+    ) -> Option<Result<(ServiceName, SocketAddr), String>> {
+        let relay = &self.0.relay;
+        let mut attached = relay.entries().into_iter().map(|entry| entry.attached);
+        let own = attached.find(|of| of.workload.name.to_string() == workload)?;
+        relay.index().1.waypoint(&own.workload, to)
     }
 
     /// Returns whether the proxy accepts inbound connections of a workload, and so enforces its policies.

@@ -1,9 +1,10 @@
 //! The decision of Istio's policies about a connection that goes to the workload's proxy.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 
-use admin::client::Client as Agent;
+use admin::{api::Decision, client::Client as Agent};
 use dataplane_common::Reason;
+use form_urlencoded::Serializer;
 
 use super::{Destination, Outcome, call::Call};
 use crate::policies;
@@ -23,6 +24,24 @@ impl Outcome {
             self.allowed = Some(false);
         }
         decides && reason == Reason::ProxyDown
+    }
+
+    /// Adds the waypoint to which the proxy sends the connection, or why the proxy refuses the connection.
+    pub fn lead(&mut self, agent: &Agent, to: Destination) {
+        let captured = self.reason == Reason::Captured.word();
+        let Some(workload) = self.workload.as_ref().filter(|_| captured) else {
+            return;
+        };
+        let to = SocketAddr::new(to.addr, to.port).to_string();
+        let mut query = Serializer::new(String::new());
+        query.extend_pairs([("workload", workload), ("to", &to)]);
+        let told = agent.list::<Decision>(&format!("/waypoint?{}", query.finish()));
+        for decision in told.unwrap_or_default() {
+            if !decision.allowed {
+                self.allowed = Some(false);
+            }
+            self.steps.extend(decision.steps);
+        }
     }
 
     /// Adds the decision of the workload's policies about a connection that goes to the proxy, in plaintext.
