@@ -42,7 +42,7 @@ use model::{ServiceName, Snapshot, WorkloadName};
 use prometheus_client::{encoding::DescriptorEncoder, registry::Registry};
 use relay::{
     AccessLog, AttachError, Attachment, Bounded, Connections, DnsFiles, Exceeded, Limits, Log,
-    Relay, TunnelView, Tunnelling, raise_open_files,
+    Relay, TunnelView, Tunnelling, raise_open_files, socket::Patience,
 };
 use threads::Deaths;
 
@@ -71,8 +71,8 @@ pub struct Settings {
     pub hold: Duration,
     /// The time without a byte after which a connection is reset; `None`: never.
     pub idle_timeout: Option<Duration>,
-    /// The time without a byte after which the kernel checks whether the peer is still there.
-    pub keepalive: Option<Duration>,
+    /// The times after which the kernel gives up a peer that is gone.
+    pub patience: Patience,
     /// The maximum number of connections; `None`: as many as the limit of open files allows.
     pub max_connections: Option<usize>,
     /// Open files that are reserved for the DNS server of the same process.
@@ -99,7 +99,10 @@ impl Default for Settings {
             connect_timeout: Duration::from_secs(5),
             hold: Duration::ZERO,
             idle_timeout: None,
-            keepalive: Some(Duration::from_mins(3)),
+            patience: Patience {
+                keepalive: Some(Duration::from_mins(3)),
+                user_timeout: None,
+            },
             max_connections: None,
             dns_files: DnsFiles::default(),
             max_per_workload: None,

@@ -86,10 +86,7 @@ impl Arrive {
         let dialled = timeout(manner.connect_timeout, dial(&self.attached, to, plain)).await;
         let socket = dialled.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
         socket::send_at_once(&socket);
-        if let Some(after) = manner.keepalive {
-            // Fails if the connection has just ended.
-            let _ = socket::keep_alive(&socket, after);
-        }
+        manner.patience.apply(&socket);
         Ok(socket)
     }
 }

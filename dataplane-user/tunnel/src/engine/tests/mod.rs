@@ -110,7 +110,7 @@ impl World {
             transparent_mark: None,
             connect_timeout: PATIENCE,
             idle_timeout: None,
-            keepalive: Some(Duration::from_mins(3)),
+            patience: settings_of_proxy.patience,
         };
         let made = Tunnels::start(settings(), certificates, &none_dies()).unwrap();
         let relay = Arc::clone(proxy.relay());
