@@ -1,6 +1,9 @@
 //! Waypoints: proxies of Istio, described by Gateways, through which connections to services and workloads go.
 
-use std::{collections::BTreeSet, fmt};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
 
 use super::{
     AllowedNamespaces, Gateway, Istio, Label, Requirement, Service, ServiceName, UseWaypoint,
@@ -93,23 +96,38 @@ impl Istio {
         }
     }
 
-    /// Returns a line for each Gateway that labels of Services, ServiceEntries and Namespaces name and through which no
-    /// connection can go, sorted.
-    pub fn unusable_waypoints(&self) -> BTreeSet<String> {
-        let mut found = BTreeSet::new();
-        for (namespace, of) in self.namespaces.iter().filter(|_| self.waypoints) {
-            for used in of.labels.values().chain(&of.waypoint) {
-                let waypoint =
-                    self.waypoint(namespace, used, |of| of.for_services || of.for_workloads);
-                if let Some(Waypoint {
-                    name,
-                    gateway: Err(why),
-                }) = waypoint
-                {
+    /// Returns lines for the Gateways that labels of Services, ServiceEntries, Namespaces and these workloads name and through
+    /// which no connection can go, by the namespace whose labels name them: at most `most` for each namespace.
+    pub fn unusable_waypoints<'a>(
+        &'a self,
+        workloads: impl Iterator<Item = &'a Workload>,
+        most: usize,
+    ) -> BTreeMap<&'a str, BTreeSet<String>> {
+        let mut found: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
+        let mut add = |namespace: &'a str, who: &str, waypoint: Option<Waypoint<'_>>| {
+            if let Some(Waypoint {
+                name,
+                gateway: Err(why),
+            }) = waypoint
+            {
+                let lines = found.entry(namespace).or_default();
+                if lines.len() < most {
                     let name = name.as_str().escape_debug();
-                    found.insert(format!("{name}, which namespace {namespace} names: {why}"));
+                    lines.insert(format!(
+                        "{name}, which {who}namespace {namespace} names: {why}"
+                    ));
                 }
             }
+        };
+        for (namespace, of) in self.namespaces.iter().filter(|_| self.waypoints) {
+            for used in of.labels.values().chain(&of.waypoint) {
+                let takes = |of: &Gateway| of.for_services || of.for_workloads;
+                add(namespace, "", self.waypoint(namespace, used, takes));
+            }
+        }
+        for workload in workloads.filter(|of| of.waypoint.is_some()) {
+            let waypoint = self.waypoint_of_workload(workload);
+            add(workload.name.namespace(), "a Pod of ", waypoint);
         }
         found
     }

@@ -1,8 +1,11 @@
 //! A connection through the proxy.
 
-use std::{io, os::fd::OwnedFd, time::Duration};
+use std::{io, os::fd::OwnedFd};
 
-use relay::{Flag, Handed, Session, socket};
+use relay::{
+    Flag, Handed, Session,
+    socket::{self, Patience},
+};
 
 use super::{
     buffers::Buffers,
@@ -165,13 +168,11 @@ impl Connection {
         }
     }
 
-    /// Turns on keepalive: the kernel checks whether the peers are still there after so long without a
-    /// byte.
-    pub fn keep_alive(&mut self, after: Duration) {
+    /// Turns on keepalive, and the time limit for acknowledgements.
+    pub fn keep_alive(&mut self, patience: Patience) {
         self.kept_alive = true;
         for end in self.ends() {
-            // Fails if the connection has just ended.
-            let _ = socket::keep_alive(&end.socket, after);
+            patience.apply(&end.socket);
         }
     }
 

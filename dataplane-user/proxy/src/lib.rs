@@ -31,17 +31,18 @@ use std::{
     collections::BTreeMap,
     fmt,
     io::{self, Write},
+    net::SocketAddr,
     sync::Arc,
     thread::{self, JoinHandle},
     time::Duration,
 };
 
 pub use dump::Dump;
-use model::{Snapshot, WorkloadName, authorization::PolicyName};
+use model::{ServiceName, Snapshot, WorkloadName, authorization::PolicyName};
 use prometheus_client::{encoding::DescriptorEncoder, registry::Registry};
 use relay::{
-    AccessLog, AttachError, Attachment, Connections, DnsFiles, Limits, Log, Relay, TunnelView,
-    Tunnelling, raise_open_files,
+    AccessLog, AttachError, Attachment, Bounded, Connections, DnsFiles, Exceeded, Limits, Log,
+    Relay, TunnelView, Tunnelling, raise_open_files, socket::Patience,
 };
 use threads::Deaths;
 
@@ -70,8 +71,8 @@ pub struct Settings {
     pub hold: Duration,
     /// The time without a byte after which a connection is reset; `None`: never.
     pub idle_timeout: Option<Duration>,
-    /// The time without a byte after which the kernel checks whether the peer is still there.
-    pub keepalive: Option<Duration>,
+    /// The times after which the kernel gives up a peer that is gone.
+    pub patience: Patience,
     /// The maximum number of connections; `None`: as many as the limit of open files allows.
     pub max_connections: Option<usize>,
     /// Open files that are reserved for the DNS server of the same process.
@@ -98,7 +99,10 @@ impl Default for Settings {
             connect_timeout: Duration::from_secs(5),
             hold: Duration::ZERO,
             idle_timeout: None,
-            keepalive: Some(Duration::from_mins(3)),
+            patience: Patience {
+                keepalive: Some(Duration::from_mins(3)),
+                user_timeout: None,
+            },
             max_connections: None,
             dns_files: DnsFiles::default(),
             max_per_workload: None,
@@ -331,6 +335,25 @@ impl Observer {
     /// these connections since the workload was attached.
     pub fn stalled(&self) -> Vec<(WorkloadName, u64)> {
         self.0.relay.stalled()
+    }
+
+    /// Workloads to which tunnels were refused or had to wait lately, each with the numbers since the workload was attached
+    /// and the last reason.
+    pub fn bounded(&self) -> Vec<(WorkloadName, Bounded, Exceeded)> {
+        self.0.relay.bounded()
+    }
+
+    /// Returns the Gateway to whose waypoint a connection of this workload (`NAMESPACE/NAME`) goes, and the waypoint's address.
+    /// `None`: the connection goes to no waypoint. The error names the Gateway, and says why the proxy refuses the connection.
+    pub fn waypoint(
+        &self,
+        workload: &str,
+        to: SocketAddr,
+    ) -> Option<Result<(ServiceName, SocketAddr), String>> {
+        let relay = &self.0.relay;
+        let mut attached = relay.entries().into_iter().map(|entry| entry.attached);
+        let own = attached.find(|of| of.workload.name.to_string() == workload)?;
+        relay.index().1.waypoint(&own.workload, to)
     }
 
     /// Returns whether the proxy accepts inbound connections of a workload, and so enforces its policies.

@@ -32,7 +32,7 @@ impl Collector for Scrape {
 type Reading = fn(&Attached) -> u64;
 
 /// Counters of each workload.
-const OF_WORKLOADS: [(&str, &str, Reading); 3] = [
+const OF_WORKLOADS: [(&str, &str, Reading); 5] = [
     (
         "dataplane_proxy_deferred",
         "Times that a connection of this pod waited, because the pod or the proxy had as many as it may have",
@@ -47,6 +47,16 @@ const OF_WORKLOADS: [(&str, &str, Reading); 3] = [
         "dataplane_proxy_stalled",
         "Connections of this pod that were ended because a side had stopped reading and the proxy's buffers were full",
         |attached| attached.stalled().0,
+    ),
+    (
+        "dataplane_proxy_tunnels_refused",
+        "Tunnels to this pod that were refused, because their client had its share of tunnels",
+        |attached| attached.bounded().refused,
+    ),
+    (
+        "dataplane_proxy_tunnels_deferred",
+        "Times that a tunnel to this pod waited, because the pod or its namespace had its share of tunnels",
+        |attached| attached.bounded().deferred,
     ),
 ];
 

@@ -102,7 +102,36 @@ struct Stalled {
     last: Option<Instant>,
 }
 
-/// How long `status` shows that connections of a workload were ended because their readers had stalled.
+/// The reason for which a tunnel to a workload is refused or waits: the share that a holder has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exceeded {
+    /// The holder, such as `one client`.
+    pub holder: &'static str,
+    /// What it has its share of, such as `tunnels to this node`.
+    pub what: &'static str,
+}
+
+/// The tunnels to a workload that were refused, and those that had to wait, since the workload was attached.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Bounded {
+    /// Tunnels that were refused.
+    pub refused: u64,
+    /// Times that a tunnel waited, and with it the listener's backlog.
+    pub deferred: u64,
+    /// When this happened last, and why.
+    last: Option<(Instant, Exceeded)>,
+}
+
+impl Bounded {
+    /// Returns the last reason, if a tunnel was refused or waited lately.
+    pub fn lately(&self) -> Option<Exceeded> {
+        let last = self.last.filter(|(last, _)| last.elapsed() < LATELY);
+        last.map(|(_, exceeded)| exceeded)
+    }
+}
+
+/// How long `status` shows that connections of a workload were ended because their readers had stalled, and that tunnels to it
+/// were refused or waited.
 const LATELY: Duration = Duration::from_mins(10);
 
 /// An attachment while its connections are relayed. Its listening sockets are closed with the last
@@ -128,6 +157,7 @@ pub struct Attached {
     /// Connections that waited because their destination was not known.
     unknown: AtomicU64,
     stalled: Mutex<Stalled>,
+    bounded: Mutex<Bounded>,
     counters: Mutex<HashMap<CountersKey, Arc<Counters>>>,
     /// The limits of all attachments. A session finds them here, and needs no counted reference of its own.
     pub(super) limits: Arc<Limits>,
@@ -174,6 +204,7 @@ impl Attached {
             deferred: AtomicU64::new(0),
             unknown: AtomicU64::new(0),
             stalled: Mutex::default(),
+            bounded: Mutex::default(),
             counters: Mutex::default(),
             limits,
             log,
@@ -293,6 +324,26 @@ impl Attached {
 
     fn lock_stalled(&self) -> MutexGuard<'_, Stalled> {
         self.stalled.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a tunnel that is refused, or else waits.
+    pub fn count_bounded(&self, exceeded: Exceeded, is_refused: bool) {
+        let mut bounded = self.lock_bounded();
+        if is_refused {
+            bounded.refused += 1;
+        } else {
+            bounded.deferred += 1;
+        }
+        bounded.last = Some((Instant::now(), exceeded));
+    }
+
+    /// Returns the tunnels that were refused or had to wait.
+    pub fn bounded(&self) -> Bounded {
+        *self.lock_bounded()
+    }
+
+    fn lock_bounded(&self) -> MutexGuard<'_, Bounded> {
+        self.bounded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The number of connections now. If it is 0, all connections that there were have counted

@@ -37,7 +37,7 @@ use std::{
 };
 
 pub use access::{AccessLog, Log, Record};
-pub use attachment::{AttachError, Attached, Attachment, Listener, Namespace};
+pub use attachment::{AttachError, Attached, Attachment, Bounded, Exceeded, Listener, Namespace};
 pub use counters::{Counters, Totals};
 pub use denials::{Denial, Denials};
 pub use direction::Direction;
@@ -250,6 +250,17 @@ impl Relay {
             lately.then(|| (entry.attached.workload.name.clone(), count))
         });
         stalled.collect()
+    }
+
+    /// Workloads to which tunnels were refused or had to wait lately, each with the numbers and the last reason.
+    pub fn bounded(&self) -> Vec<(WorkloadName, Bounded, Exceeded)> {
+        let attachments = self.lock_attachments();
+        let bounded = attachments.iter().filter_map(|entry| {
+            let bounded = entry.attached.bounded();
+            let why = bounded.lately()?;
+            Some((entry.attached.workload.name.clone(), bounded, why))
+        });
+        bounded.collect()
     }
 
     /// Returns whether the relay accepts inbound connections of a workload, and so enforces its policies.

@@ -4,7 +4,7 @@ use std::{
     io,
     net::{IpAddr, SocketAddr},
     ops::RangeInclusive,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     time::Duration,
 };
 
@@ -48,6 +48,8 @@ const ON_ITS_WAY: usize = 256 << 10;
 
 /// The number of unanswered probes after which the kernel gives a peer up.
 const KEEPALIVE_PROBES: u32 = 5;
+/// The maximum time that the kernel takes for keepalive (`MAX_TCP_KEEPIDLE`).
+const KEEPALIVE_MAX: Duration = Duration::from_secs(32_767);
 
 /// Sets up a listening socket. Its connections inherit its options, which saves a system call for each of them.
 ///
@@ -245,12 +247,33 @@ pub fn bound_if_near(socket: impl AsFd) {
     }
 }
 
+/// The times after which the kernel gives up a peer that is gone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Patience {
+    /// The time without a byte after which the kernel sends keepalive probes; `None`: never.
+    pub keepalive: Option<Duration>,
+    /// The time without an acknowledgement of data or probes after which the kernel ends the connection; `None`: the kernel's
+    /// limits.
+    pub user_timeout: Option<Duration>,
+}
+
+impl Patience {
+    /// Sets the times for a socket. Fails without an error if its connection has just ended.
+    pub fn apply(self, socket: impl AsFd) {
+        let socket = socket.as_fd();
+        let _ = self.keepalive.map(|after| keep_alive(socket, after));
+        let _ = self.user_timeout.map(|time| {
+            // The kernel takes a signed number.
+            let most = i32::MAX.unsigned_abs();
+            let millis = u32::try_from(time.as_millis()).map_or(most, |time| time.min(most));
+            option::set_tcp_user_timeout(socket, millis)
+        });
+    }
+}
+
 /// Makes the kernel check whether the peer is alive, after `after` without a byte.
-///
-/// # Errors
-/// If the kernel refuses.
-pub fn keep_alive(socket: impl AsFd, after: Duration) -> io::Result<()> {
-    let socket = socket.as_fd();
+fn keep_alive(socket: BorrowedFd<'_>, after: Duration) -> io::Result<()> {
+    let after = after.min(KEEPALIVE_MAX);
     option::set_socket_keepalive(socket, true)?;
     option::set_tcp_keepidle(socket, after)?;
     option::set_tcp_keepintvl(
@@ -272,6 +295,38 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
+
+    #[test]
+    fn the_kernel_has_the_times_after_which_it_gives_up_a_peer() {
+        let seconds = Duration::from_secs;
+        for (keepalive, user_timeout, wanted) in [
+            (None, None, (false, None, 0)),
+            (Some(60), None, (true, Some((60, 12)), 0)),
+            (None, Some(30), (false, None, 30_000)),
+            (
+                Some(100_000),
+                Some(10_000_000),
+                (true, Some((32_767, 6553)), i32::MAX.unsigned_abs()),
+            ),
+        ] {
+            let socket = net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+            Patience {
+                keepalive: keepalive.map(seconds),
+                user_timeout: user_timeout.map(seconds),
+            }
+            .apply(&socket);
+            let is_on = option::socket_keepalive(&socket).unwrap();
+            let times = is_on.then(|| {
+                let [idle, interval] = [
+                    option::tcp_keepidle(&socket),
+                    option::tcp_keepintvl(&socket),
+                ];
+                (idle.unwrap().as_secs(), interval.unwrap().as_secs())
+            });
+            let user_timeout = option::tcp_user_timeout(&socket).unwrap();
+            assert_eq!((is_on, times, user_timeout), wanted);
+        }
+    }
 
     #[test]
     fn what_is_on_its_way_to_a_near_peer_is_bounded() {

@@ -44,6 +44,14 @@ pub struct MeshProxy {
     /// Time without a byte after which the agent's proxy resets a connection, such as `2h`. Default: no limit.
     #[serde(skip_serializing_if = "is_default")]
     pub idle_timeout: Option<Timeout>,
+    /// Time without a byte after which the kernel probes the client and the application of a connection of the agent's proxy
+    /// (TCP keepalive). Five probes without an answer, each after a fifth of this time, end the connection. Default: 3m.
+    #[serde(skip_serializing_if = "is_default")]
+    pub keepalive: Option<Timeout>,
+    /// Time after which the kernel ends a connection of the agent's proxy whose client or application does not acknowledge data
+    /// or keepalive probes (`TCP_USER_TIMEOUT`). Default: the kernel's limits.
+    #[serde(skip_serializing_if = "is_default")]
+    pub user_timeout: Option<Timeout>,
     /// How long the agent's proxy holds a connection of a workload with `egress: deny` whose destination the agent does not
     /// know yet, and a connection to a workload while Istio's policies are not read. Default: 5s.
     #[serde(skip_serializing_if = "is_default")]

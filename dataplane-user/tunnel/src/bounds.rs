@@ -1,9 +1,10 @@
-//! The bounds on the inbound tunnels of the process, which listening sockets and clients share.
+//! The bounds on the inbound tunnels of the process, which namespaces, listening sockets and clients share.
 //!
-//! Tunnels whose handshake is not finished have a bound of their own, because their peers have not proven an identity. A
-//! listening socket has at most [`SHARE`] times as many tunnels as are free, so it leaves room for other sockets. A client
-//! has at most [`SHARE`] times as many as are free for all, and as are free for its socket, so it leaves room for other
-//! clients. The limits on connections are shared in the same way.
+//! Tunnels whose handshake is not finished have a bound of their own, because their peers have not proven an identity. The
+//! workloads of a namespace together have at most [`SHARE`] times as many tunnels as are free, so they leave room for other
+//! namespaces. A listening socket has at most [`SHARE`] times as many as are free for its namespace, so it leaves room for
+//! other sockets. A client has at most [`SHARE`] times as many as are free for all, for the namespace and for the socket, so
+//! it leaves room for other clients. The limits on connections are shared in the same way.
 
 use std::{
     collections::HashMap,
@@ -13,24 +14,40 @@ use std::{
     },
 };
 
-use relay::Client;
+use relay::{Client, Exceeded};
 
 use super::Settings;
 
-/// The maximum number of tunnels of a listening socket or client, in multiples of the free ones.
+/// The maximum number of tunnels of a namespace, listening socket or client, in multiples of the free ones.
 const SHARE: usize = 4;
 /// The index of the counts of tunnels whose handshake is not finished.
 const UNFINISHED: usize = 0;
 /// The index of the counts of all tunnels.
 const ALL: usize = 1;
+/// What is shared, by index.
+const WHAT: [&str; 2] = [
+    "unfinished TLS handshakes with this node",
+    "tunnels to this node",
+];
+/// What a listening socket has its own limits of.
+const OF_SOCKET: &str = "tunnels to this workload";
 
 /// A holder of tunnels. Each tunnel has one of each kind.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Holder {
     Process,
+    Namespace(Arc<str>),
     Socket(u64),
     Client(Client),
+    ClientOfNamespace(Arc<str>, Client),
     ClientOfSocket(u64, Client),
+}
+
+/// A listening socket of a workload.
+#[derive(Debug)]
+pub struct Socket {
+    number: u64,
+    namespace: Arc<str>,
 }
 
 /// The bounds, and the number of tunnels of each holder.
@@ -47,8 +64,8 @@ pub struct Bounds {
 pub enum Admission {
     /// The tunnel has a place.
     Admitted(Place),
-    /// The listening socket has its share, so the tunnel waits.
-    Wait,
+    /// The listening socket or its namespace has its share, so the tunnel waits.
+    Wait(Exceeded),
     /// The client has this many tunnels of this kind, which is its share.
     Refused(usize, &'static str),
 }
@@ -65,38 +82,53 @@ impl Bounds {
         }
     }
 
-    /// Returns the number of a new listening socket.
-    pub fn socket(&self) -> u64 {
-        self.sockets.fetch_add(1, Ordering::Relaxed)
+    /// Returns a new listening socket of a workload in this namespace.
+    pub fn socket(&self, namespace: &str) -> Socket {
+        Socket {
+            number: self.sockets.fetch_add(1, Ordering::Relaxed),
+            namespace: namespace.into(),
+        }
     }
 
     /// Counts a tunnel of this client at this listening socket until the place is dropped.
-    pub fn admit(self: &Arc<Self>, socket: u64, client: &Client) -> Admission {
+    pub fn admit(self: &Arc<Self>, socket: &Socket, client: &Client) -> Admission {
+        let (number, namespace) = (socket.number, || Arc::clone(&socket.namespace));
         let holders = [
             Holder::Process,
-            Holder::Socket(socket),
+            Holder::Namespace(namespace()),
+            Holder::Socket(number),
             Holder::Client(client.clone()),
-            Holder::ClientOfSocket(socket, client.clone()),
+            Holder::ClientOfNamespace(namespace(), client.clone()),
+            Holder::ClientOfSocket(number, client.clone()),
         ];
         let mut counts = self.lock();
         let count = |holder| counts.get(holder).copied().unwrap_or_default();
-        let [process, of_socket, of_client, of_both] = holders.each_ref().map(count);
-        let free = |stage: usize| self.most[stage].saturating_sub(process[stage]);
-        let has_share = |stage: usize| of_socket[stage] < free(stage).saturating_mul(SHARE);
-        if of_socket[ALL] >= self.most_of_socket || !has_share(UNFINISHED) || !has_share(ALL) {
-            return Admission::Wait;
+        let [process, in_namespace, at_socket, has @ ..] = holders.each_ref().map(count);
+        // The free tunnels for all, for the namespace, and for the socket.
+        let free = [UNFINISHED, ALL].map(|stage| {
+            let all = self.most[stage].saturating_sub(process[stage]);
+            let of_namespace = left(all, in_namespace[stage]);
+            [all, of_namespace, left(of_namespace, at_socket[stage])]
+        });
+        let wait = |holder, what| Admission::Wait(Exceeded { holder, what });
+        if at_socket[ALL] >= self.most_of_socket {
+            return wait("its listener", OF_SOCKET);
         }
+        for (free, what) in free.iter().zip(WHAT) {
+            match free {
+                [_, 0, _] => return wait("its namespace", what),
+                [_, _, 0] => return wait("its listener", what),
+                _ => {}
+            }
+        }
+        let [of_client, _, of_both] = has;
         if of_both[ALL] >= self.most_of_client {
-            return Admission::Refused(of_both[ALL], "tunnels to this workload");
+            return Admission::Refused(of_both[ALL], OF_SOCKET);
         }
-        for (stage, kind) in [
-            (UNFINISHED, "unfinished TLS handshakes with this node"),
-            (ALL, "tunnels to this node"),
-        ] {
-            let share = free(stage).saturating_mul(SHARE);
-            let left = share.saturating_sub(of_socket[stage]).min(free(stage));
-            if of_client[stage] >= share || of_both[stage] >= left.saturating_mul(SHARE) {
-                return Admission::Refused(of_client[stage], kind);
+        for (stage, free) in free.iter().enumerate() {
+            let mut shares = has.iter().zip(free);
+            if shares.any(|(has, free)| has[stage] >= free.saturating_mul(SHARE)) {
+                return Admission::Refused(of_client[stage], WHAT[stage]);
             }
         }
         for holder in &holders {
@@ -106,7 +138,7 @@ impl Bounds {
         drop(counts);
         Admission::Admitted(Place {
             bounds: Arc::clone(self),
-            holders,
+            holders: Box::new(holders),
             is_unfinished: true,
         })
     }
@@ -116,10 +148,16 @@ impl Bounds {
     }
 }
 
+/// Returns how many tunnels are left for a holder that has `has`, if `free` are free.
+fn left(free: usize, has: usize) -> usize {
+    let share = free.saturating_mul(SHARE);
+    share.saturating_sub(has).min(free)
+}
+
 /// The place of a tunnel within the bounds.
 pub struct Place {
     bounds: Arc<Bounds>,
-    holders: [Holder; 4],
+    holders: Box<[Holder; 6]>,
     is_unfinished: bool,
 }
 
@@ -138,7 +176,7 @@ impl Place {
 
     fn subtract(&self, stage: usize) {
         let mut counts = self.bounds.lock();
-        for holder in &self.holders {
+        for holder in &*self.holders {
             if let Some(count) = counts.get_mut(holder) {
                 count[stage] -= 1;
                 if count[ALL] == 0 {
@@ -175,7 +213,12 @@ mod tests {
     }
 
     /// Takes places until the bounds allow no more.
-    fn fill(bounds: &Arc<Bounds>, socket: u64, client: &Client, is_finished: bool) -> Vec<Place> {
+    fn fill(
+        bounds: &Arc<Bounds>,
+        socket: &Socket,
+        client: &Client,
+        is_finished: bool,
+    ) -> Vec<Place> {
         let mut places = Vec::new();
         while let Admission::Admitted(mut place) = bounds.admit(socket, client) {
             if is_finished {
@@ -186,40 +229,85 @@ mod tests {
         places
     }
 
-    #[test]
-    fn each_leaves_room_for_others() {
-        for (unfinished, all, is_finished) in [(100, 1000, false), (1000, 100, true)] {
-            let bounds = bounds(unfinished, all);
-            let hog = fill(&bounds, 0, &client(1), is_finished);
-            assert!((70..80).contains(&hog.len()), "{}", hog.len());
-            let refused = bounds.admit(0, &client(1));
-            assert!(matches!(refused, Admission::Refused(has, _) if has == hog.len()));
-            let same_socket = fill(&bounds, 0, &client(2), is_finished);
-            assert!(!same_socket.is_empty(), "another client of the workload");
-            assert!(matches!(
-                bounds.admit(1, &client(1)),
-                Admission::Admitted(_)
-            ));
-            // Many clients fill the socket. Its tunnels wait, and other sockets still have room.
-            let rest: Vec<_> = (3..100)
-                .flat_map(|number| fill(&bounds, 0, &client(number), is_finished))
-                .collect();
-            assert!(matches!(bounds.admit(0, &client(200)), Admission::Wait));
-            let other = fill(&bounds, 1, &client(200), is_finished);
-            assert!(other.len() > 5, "{}", other.len());
-            drop((hog, same_socket, rest, other));
-            assert!(bounds.lock().is_empty(), "all places are back");
+    /// Returns the holder whose share makes a tunnel wait.
+    fn waits_for(bounds: &Arc<Bounds>, socket: &Socket, client: &Client) -> &'static str {
+        match bounds.admit(socket, client) {
+            Admission::Wait(exceeded) => exceeded.holder,
+            Admission::Admitted(_) | Admission::Refused(..) => "",
         }
     }
 
     #[test]
+    fn each_leaves_room_for_others() {
+        for (unfinished, all, is_finished) in [(100, 1000, false), (1000, 100, true)] {
+            let bounds = bounds(unfinished, all);
+            let [first, second] = [(); 2].map(|()| bounds.socket("shop"));
+            let hog = fill(&bounds, &first, &client(1), is_finished);
+            assert!((70..80).contains(&hog.len()), "{}", hog.len());
+            let refused = bounds.admit(&first, &client(1));
+            assert!(matches!(refused, Admission::Refused(has, _) if has == hog.len()));
+            let same_socket = fill(&bounds, &first, &client(2), is_finished);
+            assert!(!same_socket.is_empty(), "another client of the workload");
+            let blog = bounds.socket("blog");
+            assert!(matches!(
+                bounds.admit(&blog, &client(1)),
+                Admission::Admitted(_)
+            ));
+            // Many clients fill the socket. Its tunnels wait, and other sockets still have room.
+            let rest: Vec<_> = (3..100)
+                .flat_map(|number| fill(&bounds, &first, &client(number), is_finished))
+                .collect();
+            assert_eq!(waits_for(&bounds, &first, &client(200)), "its listener");
+            let other = fill(&bounds, &second, &client(200), is_finished);
+            assert!(!other.is_empty(), "another workload of the namespace");
+            // Many workloads fill the namespace. Other namespaces still have room.
+            let sockets: Vec<_> = (0..20).map(|_| bounds.socket("shop")).collect();
+            let of_all = |number: u8| {
+                let (bounds, sockets) = (&bounds, &sockets);
+                let all = sockets.iter();
+                all.flat_map(move |socket| fill(bounds, socket, &client(number), is_finished))
+            };
+            let many: Vec<_> = (3..100).flat_map(of_all).collect();
+            let new = bounds.socket("shop");
+            assert_eq!(waits_for(&bounds, &new, &client(201)), "its namespace");
+            let others = fill(&bounds, &blog, &client(201), is_finished);
+            assert!(others.len() > 5, "{}", others.len());
+            drop((hog, same_socket, rest, other, many, others));
+            assert!(bounds.lock().is_empty(), "all places are back");
+        }
+    }
+
+    /// A client that fills the sockets of a namespace leaves room for the namespace's other clients.
+    #[test]
+    fn one_client_leaves_room_for_others_of_a_namespace() {
+        let bounds = bounds(1000, 100);
+        let sockets: Vec<_> = (0..20).map(|_| bounds.socket("shop")).collect();
+        let all = sockets.iter();
+        let hog: Vec<_> = all
+            .flat_map(|socket| fill(&bounds, socket, &client(1), true))
+            .collect();
+        assert!(hog.len() > 70, "{}", hog.len());
+        let new = bounds.socket("shop");
+        assert!(matches!(
+            bounds.admit(&new, &client(1)),
+            Admission::Refused(..)
+        ));
+        assert!(matches!(
+            bounds.admit(&new, &client(2)),
+            Admission::Admitted(_)
+        ));
+    }
+
+    #[test]
     fn a_finished_handshake_gives_its_place_back() {
-        let bounds = bounds(5, 1000);
-        let mut first = fill(&bounds, 0, &client(1), false);
-        assert_eq!(first.len(), 4);
+        let bounds = bounds(9, 1000);
+        let socket = bounds.socket("shop");
+        let mut first = fill(&bounds, &socket, &client(1), false);
+        let most = first.len();
+        assert!((1..9).contains(&most), "{most}");
         first[0].finish();
-        assert_eq!(fill(&bounds, 0, &client(1), false).len(), 1);
+        assert_eq!(fill(&bounds, &socket, &client(1), false).len(), 1);
         first.iter_mut().for_each(Place::finish);
-        assert_eq!(fill(&bounds, 0, &client(1), false).len(), 4);
+        assert_eq!(fill(&bounds, &socket, &client(1), false).len(), most);
     }
 }

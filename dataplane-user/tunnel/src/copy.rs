@@ -2,7 +2,7 @@
 //!
 //! An idle stream holds no buffer: the streams of a thread share the buffers of reads. Bytes that the stream's peer has
 //! sent stay in the HTTP/2 library's buffers until the socket takes them. The stream's window bounds these bytes, and
-//! [`Budget`] bounds their sum.
+//! [`Budget`](super::budget::Budget) bounds their sum.
 
 use std::{
     cell::RefCell,
@@ -32,7 +32,7 @@ use tokio::{
 
 use super::{
     LARGE,
-    budget::{Budget, Share},
+    budget::{Account, Share},
     tunnel::Lease,
 };
 
@@ -46,8 +46,8 @@ const PIECES: usize = 64;
 const TURNS: usize = 8;
 /// The window of a stream: a single stream fills 10 Gbit/s at a round trip of 1.6 ms.
 pub const WINDOW: u32 = 2 << 20;
-/// The window of a stream while more than half of the budget is in use.
-const NARROW: usize = 128 << 10;
+/// The window of a stream while the budget is scarce for its namespace.
+pub const NARROW: usize = 128 << 10;
 /// The time without progress of a socket after which its stream may be ended, if the budget is exceeded.
 const STALLED: Duration = Duration::from_secs(1);
 
@@ -110,8 +110,8 @@ pub struct Stream {
     pub send: SendStream<Bytes>,
     /// The direction from the peer.
     pub recv: RecvStream,
-    /// The budget for bytes that the plain socket has not taken.
-    pub budget: Arc<Budget>,
+    /// The account, in the budget, of bytes that the plain socket has not taken.
+    pub account: Arc<Account>,
     /// The stream's place in the tunnel. Dropped last, after the directions have ended.
     pub lease: Lease,
 }
@@ -145,7 +145,7 @@ impl Stream {
             reset: None,
             pending: VecDeque::new(),
             unreleased: 0,
-            share: Share::new(&self.budget),
+            share: Share::new(&self.account),
             blocked: None,
             timer: None,
         };
@@ -366,7 +366,7 @@ impl Copy<'_> {
         self.blocked = None;
         self.timer = None;
         self.unreleased += count;
-        let keep = if self.share.budget.is_scarce() {
+        let keep = if self.share.account.is_scarce() {
             WINDOW as usize - NARROW
         } else {
             0
@@ -392,7 +392,7 @@ impl Copy<'_> {
         // The time counts also while the budget suffices: streams that stall early hold the most bytes later.
         let since = *self.blocked.get_or_insert_with(Instant::now);
         loop {
-            if since.elapsed() >= STALLED && self.share.budget.ends(held) {
+            if since.elapsed() >= STALLED && self.share.account.ends(held) {
                 return Poll::Ready(Err(CloseReason::Stalled));
             }
             let timer = self.timer.get_or_insert_with(|| Box::pin(sleep(STALLED)));

@@ -16,7 +16,7 @@ use h2::{
 use http::{Method, Response, StatusCode, uri::Authority};
 use identity::Identities;
 use model::Identity;
-use relay::{Client, socket};
+use relay::{Client, Exceeded, socket};
 use tokio::{
     io::BufReader,
     net::TcpStream,
@@ -27,7 +27,8 @@ use tokio_rustls::TlsAcceptor;
 
 use super::{
     Core, READ,
-    bounds::{Admission, Bounds, Place},
+    bounds::{Admission, Place, Socket},
+    budget::Account,
     copy::{CloseReason, Flow, Stream},
     error::{Error, Phase},
     guard::{Bucket, Guard, PeerState},
@@ -108,6 +109,9 @@ pub trait Inbound: Send + Sync + 'static {
     /// Returns the client with this address, which has a share of the tunnels.
     fn client(&self, ip: IpAddr) -> Client;
 
+    /// Reports that a tunnel waits in the backlog.
+    fn waits(&self, exceeded: Exceeded);
+
     /// Reports that a tunnel could not be established, or was cut.
     fn failed(&self, client: SocketAddr, error: &Error);
 }
@@ -135,6 +139,7 @@ struct Served<I, A> {
     core: Arc<Core<I>>,
     attachment: u64,
     own: Identity,
+    account: Arc<Account>,
     inbound: Arc<A>,
 }
 
@@ -150,6 +155,7 @@ pub(super) fn listen<I: Identities + 'static>(
     let served = Arc::new(Served {
         core: Arc::clone(core),
         attachment,
+        account: core.budget.account(own.namespace()),
         own,
         inbound,
     });
@@ -169,8 +175,7 @@ async fn accept<I: Identities + 'static, A: Inbound>(
     listener: &tokio::net::TcpListener,
     mut drains: watch::Receiver<()>,
 ) {
-    let bounds = &served.core.bounds;
-    let number = bounds.socket();
+    let own = served.core.bounds.socket(served.own.namespace());
     loop {
         let accepted = tokio::select! {
             _ = drains.changed() => return,
@@ -185,7 +190,7 @@ async fn accept<I: Identities + 'static, A: Inbound>(
         };
         let placed = tokio::select! {
             _ = drains.changed() => return,
-            placed = place(bounds, number, served.inbound.client(client.ip())) => placed,
+            placed = place(served, &own, client.ip()) => placed,
         };
         let mut place = match placed {
             Ok(place) => place,
@@ -217,16 +222,23 @@ async fn accept<I: Identities + 'static, A: Inbound>(
 ///
 /// # Errors
 /// The number and the kind of tunnels that the client has, if this is its share.
-async fn place(
-    bounds: &Arc<Bounds>,
-    socket: u64,
-    client: Client,
+async fn place<I, A: Inbound>(
+    served: &Served<I, A>,
+    own: &Socket,
+    client: IpAddr,
 ) -> Result<Place, (usize, &'static str)> {
+    let client = served.inbound.client(client);
+    let mut waits = false;
     loop {
-        match bounds.admit(socket, &client) {
+        match served.core.bounds.admit(own, &client) {
             Admission::Admitted(place) => return Ok(place),
             Admission::Refused(has, kind) => return Err((has, kind)),
-            Admission::Wait => sleep(PAUSE).await,
+            Admission::Wait(exceeded) => {
+                if !std::mem::replace(&mut waits, true) {
+                    served.inbound.waits(exceeded);
+                }
+                sleep(PAUSE).await;
+            }
         }
     }
 }
@@ -391,7 +403,7 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
                 return;
             }
             // Drops the attempt: the peer has sent too much before the answer.
-            () = self.served.core.budget.count_unanswered(&mut recv) => Err(Refusal::Unavailable),
+            () = self.served.account.count_unanswered(&mut recv) => Err(Refusal::Unavailable),
         };
         let accepted = match connected {
             Ok(accepted) => accepted,
@@ -406,7 +418,7 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
             let stream = Stream {
                 send,
                 recv,
-                budget: Arc::clone(&self.served.core.budget),
+                account: Arc::clone(&self.served.account),
                 lease: self.lease,
             };
             stream.copy(accepted.socket, &accepted.flow).await

@@ -203,7 +203,7 @@ impl<I: Identities + 'static> Outbound<I> {
         Ok(Stream {
             send,
             recv: response.into_body(),
-            budget: Arc::clone(&self.core.budget),
+            account: self.core.budget.account(connect.key.source.namespace()),
             lease,
         })
     }
@@ -279,7 +279,8 @@ impl<I: Identities + 'static> Outbound<I> {
         let (requests, connection) = handshake
             .await
             .map_err(|cause| broken(to, cause.into(), &peer_state))?;
-        let ends = (key.attachment, Some(Arc::clone(&key.workload)));
+        let outbound = (Arc::clone(&key.workload), key.source.namespace());
+        let ends = (key.attachment, Some(outbound));
         let entry = self.core.registry.add(peer, to, ends, peer_state);
         check.renew(&self.core.trust, to)?;
         let pooled = Pooled {
@@ -311,7 +312,8 @@ impl<I: Identities + 'static> Outbound<I> {
                         return;
                     }
                     // Idle tunnels end early while the process has too many.
-                    let is_crowded = self.core.registry.outbound() > self.core.most;
+                    let namespace = key.source.namespace();
+                    let is_crowded = self.core.registry.is_crowded(namespace, self.core.most);
                     let most = if is_crowded { settings.ping } else { settings.idle };
                     if idle >= most.min(settings.idle) {
                         self.pool().retire_if_idle(key, tunnel);

@@ -103,8 +103,8 @@ impl Drop for Lease {
 pub struct Registry {
     tunnels: Mutex<HashMap<u64, Arc<Tunnel>>>,
     next: AtomicU64,
-    /// The number of outbound tunnels.
-    outbound: AtomicUsize,
+    /// The number of outbound tunnels of each namespace that has some.
+    outbound: Mutex<HashMap<Box<str>, usize>>,
 }
 
 /// A tunnel's entry in the registry. Dropping it removes the tunnel.
@@ -114,28 +114,38 @@ pub struct Entry {
     pub tunnel: Arc<Tunnel>,
     registry: Arc<Registry>,
     id: u64,
+    /// The namespace that an outbound tunnel comes from.
+    namespace: Option<Box<str>>,
 }
 
 impl Drop for Entry {
     fn drop(&mut self) {
         self.tunnel.retire();
         self.registry.lock().remove(&self.id);
-        if self.tunnel.workload.is_some() {
-            self.registry.outbound.fetch_sub(1, Ordering::Relaxed);
+        let Some(namespace) = &self.namespace else {
+            return;
+        };
+        let mut outbound = self.registry.lock_outbound();
+        if let Some(has) = outbound.get_mut(namespace) {
+            *has -= 1;
+            if *has == 0 {
+                outbound.remove(namespace);
+            }
         }
     }
 }
 
 impl Registry {
-    /// Adds an established tunnel. `attachment`: of this side's workload. `workload`: the UID of the destination workload of an
-    /// outbound tunnel.
+    /// Adds an established tunnel. `attachment`: of this side's workload. `outbound`: the UID of the destination workload of an
+    /// outbound tunnel, and the namespace that the tunnel comes from.
     pub fn add(
         self: &Arc<Self>,
         peer: VerifiedPeer,
         address: SocketAddr,
-        (attachment, workload): (u64, Option<Arc<str>>),
+        (attachment, outbound): (u64, Option<(Arc<str>, &str)>),
         peer_state: Arc<PeerState>,
     ) -> Entry {
+        let (workload, namespace) = outbound.unzip();
         let tunnel = Arc::new(Tunnel {
             peer,
             address,
@@ -148,8 +158,9 @@ impl Registry {
             end: Notify::new(),
             failure: OnceLock::new(),
         });
-        if tunnel.workload.is_some() {
-            self.outbound.fetch_add(1, Ordering::Relaxed);
+        let namespace = namespace.map(Box::<str>::from);
+        if let Some(namespace) = namespace.clone() {
+            *self.lock_outbound().entry(namespace).or_default() += 1;
         }
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.lock().insert(id, Arc::clone(&tunnel));
@@ -157,12 +168,20 @@ impl Registry {
             tunnel,
             registry: Arc::clone(self),
             id,
+            namespace,
         }
     }
 
-    /// Returns the number of outbound tunnels.
-    pub fn outbound(&self) -> usize {
-        self.outbound.load(Ordering::Relaxed)
+    /// Returns whether there are more than `most` outbound tunnels, and more from this namespace than its part: `most`,
+    /// divided by the number of namespaces that have some.
+    pub fn is_crowded(&self, namespace: &str, most: usize) -> bool {
+        let outbound = self.lock_outbound();
+        let has = outbound.get(namespace).copied().unwrap_or_default();
+        outbound.values().sum::<usize>() > most && has > most / outbound.len().max(1)
+    }
+
+    fn lock_outbound(&self) -> MutexGuard<'_, HashMap<Box<str>, usize>> {
+        self.outbound.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the tunnels.

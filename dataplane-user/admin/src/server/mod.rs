@@ -6,6 +6,7 @@ mod dns;
 mod dump;
 #[cfg(test)]
 mod fuzz;
+mod waypoints;
 
 use std::{
     fs, io,
@@ -295,7 +296,7 @@ fn admin_routes(context: &Arc<Context>) -> Router {
         .route(
             "/",
             get(|| async {
-                "/status /services /pools /mesh /policies /dns/cache /certs /config_dump /metrics /version /healthz/ready\n"
+                "/status /services /pools /mesh /policies /waypoint /dns/cache /certs /config_dump /metrics /version /healthz/ready\n"
             }),
         )
         .route("/version", get(|| async { Json(Version::own()) }))
@@ -304,6 +305,7 @@ fn admin_routes(context: &Arc<Context>) -> Router {
         .route("/pools", get(get_pools))
         .route("/mesh", get(get_mesh))
         .route("/policies", get(get_policies))
+        .route("/waypoint", get(waypoints::get))
         .route("/dns/cache", get(dns::get))
         .route("/certs", get(certificates::get))
         .route("/config_dump", get(dump::get))

@@ -56,6 +56,7 @@ impl State {
             + mesh_problems(&known).count()
             + self.at_limit().count()
             + self.stalled().count()
+            + self.bounded().count()
     }
 
     /// Returns the workloads that have the most connections through the proxy that they may have.
@@ -82,6 +83,22 @@ impl State {
             text: format!(
                 "{name}: the proxy has reset {connections} connections because a side of each had stopped reading and \
                  the proxy's buffers were full"
+            ),
+        })
+    }
+
+    /// Returns the workloads to which tunnels were refused or had to wait.
+    fn bounded(&self) -> impl Iterator<Item = api::Problem> {
+        let workloads = self.proxy.get().map(Observer::bounded);
+        let workloads = workloads.unwrap_or_default().into_iter();
+        workloads.map(|(name, bounded, why)| api::Problem {
+            gravity: api::Gravity::Warning,
+            place: "mesh".to_owned(),
+            text: format!(
+                "{name}: the agent has refused {} tunnels (port 15008) and let tunnels wait {} times, the last time because \
+                 {} has its share of {}; with -v, the log names the clients, and with more open files (LimitNOFILE=) the \
+                 agent takes more tunnels",
+                bounded.refused, bounded.deferred, why.holder, why.what
             ),
         })
     }
@@ -126,6 +143,7 @@ impl State {
         problems.extend(mesh_problems(&known));
         problems.extend(self.at_limit());
         problems.extend(self.stalled());
+        problems.extend(self.bounded());
         let node = &snapshot.node;
         api::AgentStatus {
             version: api::Version::own(),

@@ -108,16 +108,21 @@ pub fn options(settings: &Settings) -> CaptureOptions {
 fn proxy_settings(config: &settings::Mesh, options: &CaptureOptions) -> proxy::Settings {
     let proxy = &config.proxy;
     let time = |time: settings::Timeout| Duration::from_secs(time.seconds().into());
+    let without = proxy::Settings::default();
     proxy::Settings {
         mark: Some(options.mark),
         transparent_mark: Some(options.mark | FROM_CLIENT),
         transparent: proxy.keep_source.unwrap_or(true),
         idle_timeout: proxy.idle_timeout.map(time),
+        patience: relay::socket::Patience {
+            keepalive: proxy.keepalive.map(time).or(without.patience.keepalive),
+            user_timeout: proxy.user_timeout.map(time),
+        },
         hold: proxy.hold_timeout.map_or(HOLD, time),
         access_log: proxy.access_log.unwrap_or_default(),
         max_connections: proxy.max_connections.map(|max| max as usize),
         max_per_workload: proxy.max_connections_per_workload.map(|max| max as usize),
-        ..proxy::Settings::default()
+        ..without
     }
 }
 
@@ -132,7 +137,7 @@ fn tunnel_settings(
         transparent_mark: proxy.transparent_mark.filter(|_| proxy.transparent),
         connect_timeout: proxy.connect_timeout,
         idle_timeout: proxy.idle_timeout,
-        keepalive: proxy.keepalive,
+        patience: proxy.patience,
     };
     let settings = tunnel::Settings {
         connect: proxy.connect_timeout,

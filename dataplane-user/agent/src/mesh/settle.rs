@@ -187,10 +187,10 @@ impl Mesh {
         self.limited
             .retain(|_, last| now.duration_since(*last) < REMEMBERED);
         let unread = unread(istio, members, self.said.sidecars);
-        let waypoints = unusable_waypoints(istio, members, self.said.sidecars);
+        let waypoints = unusable_waypoints(snapshot, members, self.said.sidecars);
         let limited = then.into_iter().chain(limited.into_values());
-        let others = [missing, unread, waypoints];
-        limited.chain(others.into_iter().flatten()).collect()
+        let others = [missing, unread].into_iter().flatten();
+        limited.chain(others).chain(waypoints).collect()
     }
 
     /// Enrols the workloads that are captured by their sockets.

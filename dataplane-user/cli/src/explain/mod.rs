@@ -289,7 +289,11 @@ impl ExplainArgs {
             if let Some(told) = &mut inbound {
                 told.judge(&self.socket.client(), client.address, to);
             }
-            told.capture(mesh.outbound(tables, &client, to), inbound);
+            let mut outbound = mesh.outbound(tables, &client, to);
+            if let Some(told) = &mut outbound {
+                told.lead(&self.socket.client(), to);
+            }
+            told.capture(outbound, inbound);
         }
         if let Some(found) = found {
             told.destination = format!("{} ({})", self.destination, told.destination);

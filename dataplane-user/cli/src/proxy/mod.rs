@@ -241,7 +241,10 @@ impl ProxyArgs {
             attempts: limits.attempts.into(),
             connect_timeout: limits.connect_timeout,
             idle_timeout: limits.idle_timeout.filter(|time| !time.is_zero()),
-            keepalive: Some(limits.keepalive).filter(|time| !time.is_zero()),
+            patience: relay::socket::Patience {
+                keepalive: Some(limits.keepalive).filter(|time| !time.is_zero()),
+                user_timeout: None,
+            },
             max_connections: limits.max_connections.map(|max| max as usize),
             access_log: self.access_log,
             ..Settings::default()

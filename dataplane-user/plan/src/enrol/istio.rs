@@ -12,10 +12,10 @@ use model::{
     authorization::{Authorization, Extent, Policies, PolicyName},
 };
 
-use super::Member;
-
-/// The number of objects of a namespace that are named, and the number of namespaces.
-pub(super) const NAMED: [usize; 2] = [5, 100];
+use super::{
+    Member,
+    named::{NAMED, named},
+};
 
 /// Returns whether the agent's programs or its proxy carry the connections of a captured workload. Another proxy may
 /// enforce the objects.
@@ -120,13 +120,7 @@ pub fn limited(istio: &Istio, members: &[Member], foreign: bool) -> BTreeMap<Arc
             found.insert(name);
         }
     }
-    let mut found: Vec<_> = found.into_iter().collect();
-    found.sort_by_key(|(namespace, _)| !own.contains(&**namespace));
-    let found = found.into_iter().take(NAMED[1]);
-    let texts = found.map(|(namespace, names)| {
-        let others = (names.len() > NAMED[0]).then(|| "others".to_owned());
-        let names = names.into_iter().take(NAMED[0]).chain(others);
-        let names = names.collect::<Vec<_>>().join(", ");
+    let texts = named(found, &own, ", ").map(|(namespace, names)| {
         let text = format!(
             "Istio's objects of namespace {namespace} limit connections, and nothing on this node enforces them: {names}"
         );

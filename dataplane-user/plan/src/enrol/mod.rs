@@ -8,6 +8,7 @@ mod kept;
 mod known;
 mod member;
 mod members;
+mod named;
 mod plain;
 mod statements;
 mod waypoints;

@@ -1,27 +1,33 @@
 //! Waypoints, as far as captured workloads of this node concern them.
 
-use model::Istio;
+use std::collections::BTreeSet;
+
+use model::Snapshot;
 
 use super::{
     Member,
-    istio::{NAMED, is_carried},
+    istio::is_carried,
+    named::{NAMED, named},
 };
 
-/// Returns a text that names waypoints through which no connection can go, so that the proxy refuses the connections.
-/// `foreign`: whether the proxy is not the agent's.
-pub fn unusable_waypoints(istio: &Istio, members: &[Member], foreign: bool) -> Option<String> {
-    let mut members = members.iter();
-    let is_any = members
-        .any(|of| is_carried(&of.workload, &of.policy, foreign) && of.is_sent_to_waypoints());
-    let mut lines = istio.unusable_waypoints().into_iter().filter(|_| is_any);
-    let named: Vec<_> = lines.by_ref().take(NAMED[0]).collect();
-    let others = lines.next().map_or("", |_| "; and others");
-    (!named.is_empty()).then(|| {
-        let named = named.join("; ");
+/// Returns a text for each namespace whose labels name waypoints through which no connection can go, so that the proxy refuses the
+/// connections: first the namespaces of captured workloads. `foreign`: whether the proxy is not the agent's.
+pub fn unusable_waypoints(snapshot: &Snapshot, members: &[Member], foreign: bool) -> Vec<String> {
+    let members = members.iter();
+    let sent = members
+        .filter(|of| is_carried(&of.workload, &of.policy, foreign) && of.is_sent_to_waypoints());
+    let own: BTreeSet<&str> = sent.map(|of| of.workload.name.namespace()).collect();
+    if own.is_empty() {
+        return Vec::new();
+    }
+    let workloads = snapshot.workloads.values().map(|of| &**of);
+    let found = snapshot.istio.unusable_waypoints(workloads, NAMED[0] + 1);
+    let texts = named(found, &own, "; ").map(|(_, lines)| {
         format!(
-            "the proxy refuses connections to what has a waypoint (istio.io/use-waypoint) that cannot be used: {named}{others}"
+            "the proxy refuses connections to what has a waypoint (istio.io/use-waypoint) that cannot be used: {lines}"
         )
-    })
+    });
+    texts.collect()
 }
 
 #[cfg(test)]
@@ -29,14 +35,86 @@ mod tests {
     use std::sync::Arc;
 
     use model::{
-        IstioNamespace, Layers, Mode, Place, Rules, ServiceName, Snapshot, UseWaypoint, Workload,
-        WorkloadName,
+        AllowedNamespaces, Gateway, GatewayAddress, IstioNamespace, Layers, Mode, Place, Rules,
+        ServiceName, Snapshot, UseWaypoint, Workload, WorkloadName,
     };
 
     use super::{
         super::{MeshStatements, limited, members},
         *,
     };
+
+    /// A tenant whose labels name many waypoints leaves others their lines, also those of Pods.
+    #[test]
+    fn each_namespace_names_a_few_of_its_waypoints() {
+        let gate = |namespace: &str, n: u32| {
+            UseWaypoint::Gateway(ServiceName::new(namespace, &format!("gate{n:03}")))
+        };
+        let mut snapshot = Snapshot::default();
+        snapshot.istio.waypoints = true;
+        let labels = (0..1000).map(|n| (Arc::from(format!("Service s{n}")), gate("aaa", n)));
+        let of = IstioNamespace {
+            labels: labels.collect(),
+            ..IstioNamespace::default()
+        };
+        let many = Arc::from("aaa");
+        snapshot.istio.namespaces.insert(many, Arc::new(of));
+        let own = Rules {
+            captured: Some(true),
+            mode: Some(Mode::Proxy),
+            ..Rules::default()
+        };
+        let pods = (0..200).map(|n| (format!("ns{n:03}"), Some(gate("far", n))));
+        let pods = pods.chain([
+            ("shop".to_owned(), Some(gate("shop", 0))),
+            ("shop".to_owned(), None),
+        ]);
+        for (n, (namespace, waypoint)) in pods.enumerate() {
+            let pod = Workload {
+                account: "web".into(),
+                waypoint,
+                rules: Arc::new(Layers {
+                    own: if namespace == "shop" {
+                        own.clone()
+                    } else {
+                        Rules::default()
+                    },
+                    ..Layers::default()
+                }),
+                ..Workload::new(
+                    WorkloadName::new(&namespace, &format!("pod{n}")),
+                    Place::Address,
+                )
+            };
+            snapshot.workloads.insert(pod.name.clone(), Arc::new(pod));
+        }
+        let said = MeshStatements {
+            tunnels: true,
+            ..MeshStatements::default()
+        };
+        let members = members(&said, &snapshot);
+        let texts = unusable_waypoints(&snapshot, &members, false);
+        assert_eq!(texts.len(), NAMED[1]);
+        let missing = "the Gateway does not exist, or cannot be read";
+        let first = format!("shop/gate000, which a Pod of namespace shop names: {missing}");
+        assert!(texts[0].ends_with(&format!(": {first}")), "{}", texts[0]);
+        let lines: Vec<_> = texts[1].split("; ").collect();
+        assert_eq!(lines.len(), NAMED[0] + 1, "{}", texts[1]);
+        assert!(lines[0].contains("which namespace aaa names") && lines[5] == "others");
+        assert!(texts[2].contains("far/gate000, which a Pod of namespace ns000 names"));
+        // A usable one is not named.
+        let gateway = Gateway {
+            for_services: false,
+            for_workloads: true,
+            addresses: [GatewayAddress::Service(ServiceName::new("shop", "gate"))].into(),
+            allowed: AllowedNamespaces::Same,
+        };
+        let name = ServiceName::new("shop", "gate000");
+        snapshot.istio.gateways.insert(name, Arc::new(gateway));
+        let texts = unusable_waypoints(&snapshot, &members, false);
+        assert!(texts.iter().all(|text| !text.contains("shop/")));
+        assert!(unusable_waypoints(&snapshot, &[], false).is_empty());
+    }
 
     /// Without tunnels, and for what goes past the proxy, the agent says that a waypoint has no effect.
     #[test]
@@ -95,11 +173,11 @@ mod tests {
             };
             let members = members(&said, &snapshot);
             let istio = &snapshot.istio;
-            let unusable = unusable_waypoints(istio, &members, false);
+            let unusable = unusable_waypoints(&snapshot, &members, false);
             let found = [
                 !members[0].ineffective.is_empty(),
                 !limited(istio, &members, false).is_empty(),
-                unusable.is_some(),
+                !unusable.is_empty(),
             ];
             assert_eq!(found, wanted, "{mode:?} {tunnels} {account} {unusable:?}");
         }

@@ -94,7 +94,7 @@ impl Worker {
     fn period(&self) -> Duration {
         let settings = &self.shared.settings;
         let idle = settings.idle_timeout.map(|idle| idle / 4);
-        let times = idle.into_iter().chain(settings.keepalive);
+        let times = idle.into_iter().chain(settings.patience.keepalive);
         times
             .fold(UPKEEP, Duration::min)
             .max(Duration::from_millis(250))
@@ -146,12 +146,12 @@ impl Worker {
     /// memory to the system.
     fn upkeep(&mut self) {
         let period = self.period();
-        let keepalive = self.shared.settings.keepalive;
+        let patience = self.shared.settings.patience;
         let connections = self.table.iter_mut();
         for connection in connections.filter(|connection| !connection.session.is_dialing()) {
             connection.session.count();
-            if let (false, Some(after)) = (connection.kept_alive, keepalive) {
-                connection.keep_alive(after);
+            if !connection.kept_alive {
+                connection.keep_alive(patience);
             }
         }
         if let Some(idle) = self.shared.settings.idle_timeout {

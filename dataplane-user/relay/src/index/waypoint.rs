@@ -15,6 +15,8 @@ const PORT: u16 = 15_008;
 /// The way through a waypoint.
 #[derive(Clone, Debug)]
 pub struct Via {
+    /// The Gateway.
+    pub(crate) gateway: ServiceName,
     /// The waypoint's service. `None`: the waypoint is the workload at the address.
     pub(crate) target: Option<Arc<Target>>,
     /// The waypoint's address.
@@ -27,6 +29,21 @@ impl Index {
     /// Returns whether the proxy sends connections of a workload to waypoints.
     pub(crate) fn sends_to_waypoints(&self, own: &Workload) -> bool {
         self.snapshot.istio.waypoints && !own.account.is_empty()
+    }
+
+    /// Returns the Gateway to whose waypoint a workload's connection goes, and the waypoint's address. `None`: the connection
+    /// goes to no waypoint. The error names the Gateway, and says why the proxy refuses the connection.
+    pub fn waypoint(
+        &self,
+        own: &Workload,
+        destination: SocketAddr,
+    ) -> Option<Result<(ServiceName, SocketAddr), String>> {
+        let via = match self.find(destination) {
+            Found::Service(target) => self.via_service(own, &target, destination),
+            Found::Known | Found::Unknown => self.via_workload(own, destination),
+            Found::UnknownPort => None,
+        };
+        via.map(|via| via.map(|via| (via.gateway, via.at)))
     }
 
     /// Returns the way of a workload's connection that is addressed to a service. `None`: to the service's endpoints. The error
@@ -114,11 +131,14 @@ impl Index {
             Some(target) => target.endpoints(at.is_ipv4()).any(is_own),
             None => is_own(at),
         };
-        (!is_from_waypoint).then_some(Ok(Via {
-            target,
-            at,
-            authority,
-        }))
+        (!is_from_waypoint).then(|| {
+            Ok(Via {
+                gateway: waypoint.name.clone(),
+                target,
+                at,
+                authority,
+            })
+        })
     }
 
     /// Returns the service and the address by which a waypoint is reached. `None`: the address leads to no Pod, or to another
@@ -226,6 +246,30 @@ mod tests {
         format!("{way} {endpoint} {tunnel} {authority}")
     }
 
+    /// Returns whether the text about a way, or about why there is none, names the Gateway for a connection that goes as `wanted`;
+    /// and the text.
+    fn names(
+        way: Option<Result<(ServiceName, SocketAddr), String>>,
+        gateway: &ServiceName,
+        wanted: &str,
+    ) -> (bool, String) {
+        let found = match way {
+            Some(Ok((name, at))) => format!("{name} {at}"),
+            Some(Err(why)) => why,
+            None => "plain".to_owned(),
+        };
+        let is_so = match wanted.split(' ').next() {
+            // No Pod with an identity is known behind the waypoint that is unclear.
+            Some("shop/gate" | "unclear") => found.starts_with("shop/gate 10."),
+            Some("CONNECT") => {
+                let named = format!("waypoint {gateway} cannot be used: ");
+                found.starts_with(&named) || found.starts_with("several workloads")
+            }
+            _ => found == "plain",
+        };
+        (is_so, found)
+    }
+
     /// `web` leads to `far`, and `gate` to the waypoint's Pod, at another port. Each case has the client, what the Gateway is
     /// for, its address, further words, the destination, and the way, endpoint, address for tunnels, and authority.
     #[test]
@@ -288,7 +332,7 @@ mod tests {
             }
             let named = ServiceName::new("shop", if has("lost") { "lost" } else { "gate" });
             let of = IstioNamespace {
-                waypoint: Some(UseWaypoint::Gateway(named)),
+                waypoint: Some(UseWaypoint::Gateway(named.clone())),
                 // Istio labels the Service and the Pods of a waypoint, which the source understands as `none`.
                 labels: [(Arc::from("Service gate"), UseWaypoint::None)]
                     .into_iter()
@@ -320,7 +364,10 @@ mod tests {
                 _ => pod("app", "10.0.0.8"),
             };
             let index = Index::default().updated(snapshot);
+            let way = index.waypoint(&own, at(to));
             assert_eq!(told(&index, own, to), wanted, "{case}");
+            let (is_so, found) = names(way, &named, wanted);
+            assert!(is_so, "{case}: {found}");
         }
     }
 }

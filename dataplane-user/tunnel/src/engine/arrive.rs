@@ -9,7 +9,7 @@ use std::{
 
 use model::Identity;
 use relay::{
-    Attached, Client, Direction, Flag, Permit, Session,
+    Attached, Client, Direction, Exceeded, Flag, Permit, Session,
     socket::{self, From, Manner},
 };
 use tokio::{net::TcpStream, time::timeout};
@@ -86,10 +86,7 @@ impl Arrive {
         let dialled = timeout(manner.connect_timeout, dial(&self.attached, to, plain)).await;
         let socket = dialled.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
         socket::send_at_once(&socket);
-        if let Some(after) = manner.keepalive {
-            // Fails if the connection has just ended.
-            let _ = socket::keep_alive(&socket, after);
-        }
+        manner.patience.apply(&socket);
         Ok(socket)
     }
 }
@@ -138,7 +135,15 @@ impl Inbound for Arrive {
         self.shared.relay.index().1.client(ip)
     }
 
+    fn waits(&self, exceeded: Exceeded) {
+        self.attached.count_bounded(exceeded, false);
+    }
+
     fn failed(&self, client: SocketAddr, error: &Error) {
+        if let Error::TooMany { kind, .. } = error {
+            let (holder, what) = ("one client", *kind);
+            self.attached.count_bounded(Exceeded { holder, what }, true);
+        }
         let name = &self.attached.workload.name;
         tracing::debug!("{name}: tunnel from {client}: {error}");
     }

@@ -59,10 +59,7 @@ pub async fn carry<I: Identities + 'static>(
             return;
         }
     };
-    if let Some(after) = shared.manner.keepalive {
-        // Fails if the connection has just ended.
-        let _ = socket::keep_alive(&client, after);
-    }
+    shared.manner.patience.apply(&client);
     entry.reached(session);
     if !first.is_empty() {
         stream.send_first(first, entry.flow());

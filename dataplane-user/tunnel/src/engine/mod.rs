@@ -18,7 +18,10 @@ use std::{
 
 use identity::Identities;
 use model::Workload;
-use relay::{Attached, Direction, Flag, Handed, Index, Listener, Relay, TunnelView, Tunnelling};
+use relay::{
+    Attached, Direction, Flag, Handed, Index, Listener, Relay, TunnelView, Tunnelling,
+    socket::Patience,
+};
 
 use self::{arrive::Arrive, live::Live};
 use super::{Tunnels, inbound::Listening};
@@ -46,8 +49,8 @@ pub struct Manner {
     pub connect_timeout: Duration,
     /// The time without a byte after which a connection is reset; `None`: never.
     pub idle_timeout: Option<Duration>,
-    /// The time without a byte after which the kernel sends TCP keepalive probes to the peer of a plain socket.
-    pub keepalive: Option<Duration>,
+    /// The times after which the kernel gives up the peer of a plain socket that is gone.
+    pub patience: Patience,
 }
 
 /// The state that all connections share.

@@ -17,7 +17,7 @@ use rcgen::{
     ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams,
     SanType, SerialNumber,
 };
-use relay::Client;
+use relay::{Client, Exceeded};
 use rustls::pki_types::PrivateKeyDer;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -37,7 +37,11 @@ use crate::{
 pub const HOUR: Duration = Duration::from_hours(1);
 
 pub fn identity(account: &str) -> Identity {
-    Identity::new("cluster.local", "shop", account).unwrap()
+    identity_in("shop", account)
+}
+
+pub fn identity_in(namespace: &str, account: &str) -> Identity {
+    Identity::new("cluster.local", namespace, account).unwrap()
 }
 
 pub struct Authority(CertifiedIssuer<'static, KeyPair>);
@@ -108,7 +112,7 @@ pub struct Certificates {
 }
 
 impl Certificates {
-    /// Issues certificates for the client and the server, with the serial numbers 1 and 2.
+    /// Issues certificates for the client, the server and another namespace's server, with the serial numbers 1 to 3.
     pub fn new() -> Arc<Self> {
         Self::of(Authority::new())
     }
@@ -122,6 +126,8 @@ impl Certificates {
         };
         certificates.renew("client", 1);
         certificates.renew("server", 2);
+        let now = SystemTime::now();
+        certificates.set_of(identity_in("blog", "server"), 3, now - HOUR, now + HOUR);
         Arc::new(certificates)
     }
 
@@ -131,7 +137,10 @@ impl Certificates {
     }
 
     pub fn set(&self, account: &str, serial: u64, from: SystemTime, to: SystemTime) {
-        let of = identity(account);
+        self.set_of(identity(account), serial, from, to);
+    }
+
+    fn set_of(&self, of: Identity, serial: u64, from: SystemTime, to: SystemTime) {
         let credential = self.authority.certify(&of, serial, from, to);
         let mut credentials = self.credentials.lock().unwrap();
         credentials.insert(of, Arc::new(credential));
@@ -170,6 +179,8 @@ pub struct Server {
     pub begun: AtomicUsize,
     /// Whether connection attempts hang.
     pub hangs: bool,
+    /// The number of tunnels that had to wait.
+    pub waited: AtomicUsize,
     pub requests: mpsc::UnboundedSender<Request>,
     pub ended: mpsc::UnboundedSender<(CloseReason, [u64; 2])>,
     pub failed: mpsc::UnboundedSender<Error>,
@@ -205,6 +216,10 @@ impl Inbound for Server {
 
     fn client(&self, ip: IpAddr) -> Client {
         Client::Address(ip)
+    }
+
+    fn waits(&self, _: Exceeded) {
+        self.waited.fetch_add(1, Ordering::Relaxed);
     }
 
     fn failed(&self, _: SocketAddr, error: &Error) {
@@ -258,6 +273,7 @@ pub fn mesh_with(
         answer: None,
         begun: AtomicUsize::new(0),
         hangs: false,
+        waited: AtomicUsize::new(0),
         requests,
         ended,
         failed,
@@ -303,6 +319,15 @@ pub fn to(at: SocketAddr, application: SocketAddr) -> Connect {
         client: Some("10.0.0.1:4000".parse().unwrap()),
         baggage: Some("k8s.cluster.name=c".parse().unwrap()),
     }
+}
+
+/// Makes the server accept tunnels to another workload, in this namespace.
+pub fn another_workload(mesh: &Mesh, namespace: &str) -> (SocketAddr, Listening) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = listener.local_addr().unwrap();
+    let inbound = Arc::clone(&mesh.inbound);
+    let own = (3, identity_in(namespace, "server"));
+    (at, mesh.server.listen(listener, own, inbound).unwrap())
 }
 
 impl Mesh {

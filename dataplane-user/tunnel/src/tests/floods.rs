@@ -13,7 +13,7 @@ use tokio::{
 };
 
 use super::{fixture::*, raw::*};
-use crate::{Settings, error::Error, inbound::Listening, outbound::Connect};
+use crate::{Settings, error::Error, outbound::Connect};
 
 const CALM: u32 = 11;
 
@@ -239,17 +239,6 @@ fn stream_from(from: Ipv4Addr, at: SocketAddr, application: SocketAddr) -> Conne
     connect
 }
 
-/// Makes the server accept tunnels to another workload.
-fn another_workload(mesh: &Mesh) -> (SocketAddr, Listening) {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let at = listener.local_addr().unwrap();
-    let inbound = Arc::clone(&mesh.inbound);
-    let listening = mesh
-        .server
-        .listen(listener, (3, identity("server")), inbound);
-    (at, listening.unwrap())
-}
-
 #[test]
 fn unfinished_handshakes_leave_room_for_other_clients_and_workloads() {
     run(async {
@@ -259,7 +248,7 @@ fn unfinished_handshakes_leave_room_for_other_clients_and_workloads() {
             ..settings()
         };
         let mut mesh = mesh_of(settings, |_| {});
-        let (other, _listening) = another_workload(&mesh);
+        let (other, _listening) = another_workload(&mesh, "shop");
         let echo = echo().await;
         let mut silent = Vec::new();
         for _ in 0..100 {
@@ -286,29 +275,36 @@ fn unfinished_handshakes_leave_room_for_other_clients_and_workloads() {
     });
 }
 
+/// Each line has the number of tunnels of the process, and the number of those to a workload that leave room for a workload of
+/// this namespace.
 #[test]
-fn the_tunnels_to_one_workload_leave_room_for_others() {
-    run(async {
-        let settings = Settings {
-            tunnels_of_process: Some(10),
-            ..settings()
-        };
-        let mesh = mesh_of(settings, |_| {});
-        let (other, _listening) = another_workload(&mesh);
-        let echo = echo().await;
-        let mut tunnels = Vec::new();
-        for _ in 0..8 {
-            tunnels.push(Frames::connect(&mesh).await);
-        }
-        let ninth = Frames::connect(&mesh);
-        tokio::pin!(ninth);
-        let waiting = timeout(Duration::from_millis(300), &mut ninth).await;
-        assert!(waiting.is_err(), "the ninth tunnel waits");
-        tunnels.pop();
-        tunnels.push(ninth.await);
-        let stream = stream_from(Ipv4Addr::new(127, 0, 0, 9), other, echo);
-        round_trip(&mut mesh.open_by(stream).await.0).await;
-    });
+fn the_tunnels_to_one_workload_or_namespace_leave_room_for_others() {
+    for (all, most, namespace) in [(30, 23, "shop"), (10, 8, "blog")] {
+        run(async {
+            let settings = Settings {
+                tunnels_of_process: Some(all),
+                ..settings()
+            };
+            let mesh = mesh_of(settings, |_| {});
+            let (other, _listening) = another_workload(&mesh, namespace);
+            let echo = echo().await;
+            let mut tunnels = Vec::new();
+            for _ in 0..most {
+                tunnels.push(Frames::connect(&mesh).await);
+            }
+            assert_eq!(mesh.inbound.waited.load(Ordering::Relaxed), 0);
+            let next = Frames::connect(&mesh);
+            tokio::pin!(next);
+            let waiting = timeout(Duration::from_millis(300), &mut next).await;
+            assert!(waiting.is_err(), "the next tunnel waits");
+            assert_eq!(mesh.inbound.waited.load(Ordering::Relaxed), 1);
+            tunnels.pop();
+            tunnels.push(next.await);
+            let mut stream = stream_from(Ipv4Addr::new(127, 0, 0, 9), other, echo);
+            stream.key.expected = [identity_in(namespace, "server")].into();
+            round_trip(&mut mesh.open_by(stream).await.0).await;
+        });
+    }
 }
 
 #[test]

@@ -51,7 +51,11 @@ pub async fn accept(socket: TcpStream, config: ServerConfig) -> server::TlsStrea
 
 /// Connects a client of the HTTP/2 library.
 pub async fn h2_client(mesh: &Mesh) -> h2::client::SendRequest<Bytes> {
-    let stream = connect(mesh.at, client_config(&mesh.certificates))
+    h2_client_to(mesh, mesh.at).await
+}
+
+pub async fn h2_client_to(mesh: &Mesh, at: std::net::SocketAddr) -> h2::client::SendRequest<Bytes> {
+    let stream = connect(at, client_config(&mesh.certificates))
         .await
         .unwrap();
     let (requests, connection) = h2::client::handshake(stream).await.unwrap();

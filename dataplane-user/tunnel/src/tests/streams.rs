@@ -1,16 +1,24 @@
 //! The contents of streams: bytes, ends and resets.
 
-use std::time::{Duration, Instant};
+use std::{
+    future::poll_fn,
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
 
+use bytes::Bytes;
 use http::Method;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
-    time::timeout,
+    time::{sleep, timeout},
 };
 
 use super::{fixture::*, raw::*};
-use crate::{Settings, copy::CloseReason};
+use crate::{
+    Settings,
+    copy::{CloseReason, NARROW, WINDOW},
+};
 
 fn reset(socket: TcpStream) {
     relay::socket::reset_on_close(&socket);
@@ -123,7 +131,7 @@ fn each_side_may_end_first_and_still_read() {
             first.shutdown().await.unwrap();
             second.read_to_string(&mut text).await.unwrap();
             assert_eq!(text, "last words");
-            tokio::time::sleep(Duration::from_millis(50)).await;
+            sleep(Duration::from_millis(50)).await;
             assert!(ends.try_recv().is_err(), "one direction is open");
             second.write_all(b"and an answer").await.unwrap();
             drop(second);
@@ -261,5 +269,64 @@ fn streams_that_hold_too_much_end() {
         // Other streams are still served.
         let echo = echo().await;
         round_trip(&mut mesh.open(echo).await.0).await;
+    });
+}
+
+/// Returns the window, in bytes, that the server at this address gives to a stream after the application has taken a whole
+/// window.
+async fn window_after_one(mesh: &Mesh, at: SocketAddr) -> usize {
+    let (application, mut accepted) = application().await;
+    let mut requests = h2_client_to(mesh, at).await.ready().await.unwrap();
+    let request = http::Request::builder()
+        .method(Method::CONNECT)
+        .uri(application.to_string())
+        .body(())
+        .unwrap();
+    let (response, mut send) = requests.send_request(request, false).unwrap();
+    let _response = response.await.unwrap();
+    let mut server = accepted.recv().await.unwrap();
+    let reader = tokio::spawn(async move {
+        server
+            .read_exact(&mut vec![0; WINDOW as usize])
+            .await
+            .unwrap();
+        server
+    });
+    let mut left = WINDOW as usize;
+    while left > 0 {
+        send.reserve_capacity(left);
+        while send.capacity() == 0 {
+            poll_fn(|cx| send.poll_capacity(cx)).await.unwrap().unwrap();
+        }
+        let piece = send.capacity().min(left);
+        send.send_data(Bytes::from(vec![0; piece]), false).unwrap();
+        left -= piece;
+    }
+    let _server = reader.await.unwrap();
+    send.reserve_capacity(WINDOW as usize);
+    sleep(Duration::from_millis(300)).await;
+    send.capacity()
+}
+
+#[test]
+fn a_namespace_whose_readers_stall_leaves_others_their_windows() {
+    run(async {
+        let settings = Settings {
+            buffered: 8 << 20,
+            ..settings()
+        };
+        let mesh = mesh_of(settings, |_| {});
+        let (other, _listening) = another_workload(&mesh, "blog");
+        let (at, mut accepted) = application().await;
+        let mut stalled = Vec::new();
+        for _ in 0..3 {
+            let client = mesh.open(at).await.0;
+            stall(&client).await;
+            stalled.push((client, accepted.recv().await.unwrap()));
+        }
+        let own = window_after_one(&mesh, mesh.at).await;
+        assert!((1..=NARROW).contains(&own), "{own} bytes");
+        let others = window_after_one(&mesh, other).await;
+        assert!(others > NARROW, "{others} bytes");
     });
 }

@@ -1,12 +1,13 @@
 //! The decision of Istio's policies about a connection to a workload whose policies the proxy or the kernel enforces.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 
-use admin::client::Client as Agent;
+use admin::{api::Decision, client::Client as Agent};
 use dataplane_common::{
     Reason,
     capture::{self, CAPTURED, Enrolled, Local},
 };
+use form_urlencoded::Serializer;
 
 use super::{Destination, Mesh, Outcome, call::Call};
 use crate::policies;
@@ -50,6 +51,24 @@ impl Outcome {
             self.allowed = Some(false);
         }
         decides && reason == Reason::ProxyDown
+    }
+
+    /// Adds the waypoint to which the proxy sends the connection, or why the proxy refuses the connection.
+    pub fn lead(&mut self, agent: &Agent, to: Destination) {
+        let captured = self.reason == Reason::Captured.word();
+        let Some(workload) = self.workload.as_ref().filter(|_| captured) else {
+            return;
+        };
+        let to = SocketAddr::new(to.addr, to.port).to_string();
+        let mut query = Serializer::new(String::new());
+        query.extend_pairs([("workload", workload), ("to", &to)]);
+        let told = agent.list::<Decision>(&format!("/waypoint?{}", query.finish()));
+        for decision in told.unwrap_or_default() {
+            if !decision.allowed {
+                self.allowed = Some(false);
+            }
+            self.steps.extend(decision.steps);
+        }
     }
 
     /// Adds the decision of the workload's policies about an inbound connection in plaintext.

@@ -49,8 +49,9 @@ pub struct Outcome {
     /// The rule that decided. `None` if no rule decided.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rule: Option<Rule>,
-    /// Whether the proxy or the kernel allows the connection: by Istio's policies, or `false` if several Pods have the address and one of them
-    /// speaks HBONE. `None`: neither decides, or the agent or the client's address is not known.
+    /// Whether the proxy or the kernel allows the connection: by Istio's policies, by whether its waypoint can be used, or
+    /// `false` if several Pods have the address and one of them speaks HBONE. `None`: none of these decides, or the agent or
+    /// the client's address is not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allowed: Option<bool>,
     /// The steps, for people.

@@ -110,7 +110,7 @@ impl World {
             transparent_mark: None,
             connect_timeout: PATIENCE,
             idle_timeout: None,
-            keepalive: Some(Duration::from_mins(3)),
+            patience: settings_of_proxy.patience,
         };
         let made = Tunnels::start(settings(), certificates, &none_dies()).unwrap();
         let relay = Arc::clone(proxy.relay());
@@ -456,4 +456,25 @@ fn a_stream_to_a_workload_with_its_share_of_connections_is_refused() {
         matches!(&made, Err(Error::Refused { status, .. }) if status.as_u16() == 503),
         "{made:?}"
     );
+}
+
+#[test]
+fn a_client_with_its_share_of_tunnels_is_reported() {
+    let world = World::new();
+    let observer = world.proxy.observer();
+    assert!(observer.bounded().is_empty());
+    let most = settings().tunnels_of_address;
+    let connect = || TcpStream::connect(world.tunnels).unwrap();
+    let _silent: Vec<_> = (0..=most).map(|_| connect()).collect();
+    let until = Instant::now() + PATIENCE;
+    while observer.bounded().is_empty() && Instant::now() < until {
+        thread::sleep(Duration::from_millis(10));
+    }
+    let bounded = observer.bounded();
+    let [(name, bounded, why)] = &bounded[..] else {
+        panic!("{bounded:?}");
+    };
+    let found = (name.name(), bounded.refused, bounded.deferred, why.holder);
+    assert_eq!(found, ("server", 1, 0, "one client"));
+    assert_eq!(why.what, "tunnels to this workload");
 }

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use model::{AllowedNamespaces, Gateway, GatewayAddress, IstioNamespace, UseWaypoint};
-use relay::Client;
+use relay::{Client, Exceeded};
 
 use super::*;
 use crate::{
@@ -34,6 +34,8 @@ impl Inbound for Gate {
     fn client(&self, ip: IpAddr) -> Client {
         Client::Address(ip)
     }
+
+    fn waits(&self, _: Exceeded) {}
 
     fn failed(&self, _: SocketAddr, _: &Error) {}
 }

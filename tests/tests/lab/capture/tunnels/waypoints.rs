@@ -50,6 +50,8 @@ pub fn connections_to_a_service_go_to_its_waypoint() -> Result<()> {
         let address = plain.addresses()[0].to_string();
         world.write(true, &objects("gate", &[&address]))?;
         world.says(VIP, Reason::Captured, "the destination has a waypoint")?;
+        let named = format!("Gateway default/gate, which the proxy reaches at {address}:{HBONE}");
+        world.says(VIP, Reason::Captured, &named)?;
         let wanted = (
             VIP.to_owned(),
             "spiffe://cluster.local/ns/default/sa/app".to_owned(),
@@ -75,7 +77,16 @@ pub fn connections_to_a_service_go_to_its_waypoint() -> Result<()> {
             gate.seen.try_iter().next().is_none(),
             "{mode}: by the address"
         );
-        world.write(true, &objects("gate", &[]))?;
+        let mut lost = objects("gate", &[]).to_vec();
+        lost.push(json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": { "name": "lost", "namespace": "default", "labels": { "istio.io/use-waypoint": "lost" } },
+            "spec": { "nodeName": "node2" },
+            "status": { "podIPs": [{ "ip": "10.244.2.77" }] },
+        }));
+        world.write(true, &lost)?;
+        let refused = "waypoint default/gate cannot be used: the Gateway has no usable address";
+        world.says(VIP, Reason::Captured, refused)?;
         eventually(|| {
             let report = ask(app, VIP, "http")?;
             ensure!(report.answered == 0, "{mode}: {report:?}");
@@ -85,8 +96,13 @@ pub fn connections_to_a_service_go_to_its_waypoint() -> Result<()> {
             let status = world.agents[0].status()?;
             let status = String::from_utf8_lossy(&status.stdout).into_owned();
             let words: Vec<&str> = status.split_whitespace().collect();
-            let said = "cannot be used: default/gate, which namespace default names";
-            ensure!(words.join(" ").contains(said), "{status}");
+            let words = words.join(" ");
+            for said in [
+                "cannot be used: default/gate, which namespace default names",
+                "default/lost, which a Pod of namespace default names",
+            ] {
+                ensure!(words.contains(said), "{status}");
+            }
             Ok(())
         })?;
         // Those of before the proxy had the change.
