@@ -306,7 +306,7 @@ mod tests {
             (
                 Some(100_000),
                 Some(10_000_000),
-                (true, Some((32_767, 6553)), i32::MAX.unsigned_abs()),
+                (true, Some((32_767, 6554)), i32::MAX.unsigned_abs()),
             ),
         ] {
             let socket = net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
