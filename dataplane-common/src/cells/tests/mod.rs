@@ -4,6 +4,7 @@ extern crate std;
 
 mod keys;
 mod ports;
+mod tries;
 
 use std::{
     boxed::Box,
@@ -300,6 +301,15 @@ fn others_of_neighbours_are_scattered() {
     }
     // Of 15 000, by chance 107 meet.
     assert!(seen.len() > 14_700, "{}", seen.len());
+}
+
+#[test]
+fn the_first_of_the_others_is_beside_the_home() {
+    for place in [6, 7, u32::MAX] {
+        assert_eq!([0, 1].map(|nth| candidate(place, nth)), [place, place ^ 1]);
+        let mut others = 2..=OTHERS;
+        assert!(others.all(|nth| candidate(place, nth).abs_diff(place) > 16));
+    }
 }
 
 #[test]
@@ -631,6 +641,25 @@ fn a_flow_is_not_made_twice() {
     assert_eq!(shared.find(&key), Some(elsewhere));
     assert!(shared.unmake(&key));
     shared.is_empty();
+}
+
+/// A held cell that a flow might have may get this flow: no other cell is taken meanwhile.
+#[test]
+fn a_held_cell_beside_the_home_makes_wait() {
+    let shared = Shared::new(64);
+    let memory = &shared;
+    let first = (0..2)
+        .map(|step| key(40_000 + 2 * step))
+        .find(|key| key.place(SECRET) % 2 == 0)
+        .unwrap();
+    let second = key(first.src_port.host() + 2);
+    let held = hold(&memory, &first, at(0));
+    assert_eq!(held, candidate(second.place(SECRET), 1) & memory.mask());
+    let rival = rival(&second, memory.mask());
+    assert!(shared.make(&rival, &to(&rival, 0), at(0)));
+    assert_eq!(hold(&memory, &second, at(0)), BUSY);
+    give_back(&memory, held, &first, at(0));
+    assert_eq!(hold(&memory, &second, at(0)), held);
 }
 
 /// Memory that lets another CPU act when a cell is looked at once more than so many times.
