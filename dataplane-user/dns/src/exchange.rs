@@ -309,8 +309,8 @@ mod tests {
         message.to_vec().unwrap()
     }
 
-    /// A resolver on loopback that answers each datagram with the result of `says`. By TCP, if at all, it answers with
-    /// 192.0.2.9.
+    /// A resolver on loopback that answers each datagram with the result of `says`: an empty answer is a pause. By TCP, if
+    /// at all, it answers with 192.0.2.9.
     async fn resolver(
         says: impl Fn(&[u8]) -> Vec<Vec<u8>> + Send + 'static,
         by_tcp: bool,
@@ -332,6 +332,10 @@ mod tests {
             loop {
                 let (length, from) = socket.recv_from(&mut buffer).await.unwrap();
                 for answer in says(&buffer[..length]) {
+                    if answer.is_empty() {
+                        sleep(Duration::from_millis(50)).await;
+                        continue;
+                    }
                     socket.send_to(&answer, from).await.unwrap();
                 }
             }
@@ -382,18 +386,34 @@ mod tests {
 
     #[tokio::test]
     async fn a_resolver_that_fails_by_edns_is_asked_without() {
-        let at = resolver(
-            |query| {
+        // An answer that refuses need not have a question.
+        for without_question in [false, true] {
+            let says = move |query: &[u8]| {
                 let mut answer = answer(query, 1);
                 if query[11] != 0 {
                     answer[3] |= 2;
+                    if without_question {
+                        answer.truncate(HEADER);
+                        answer[4..].fill(0);
+                    }
                 }
                 vec![answer]
-            },
-            false,
-        )
-        .await;
-        assert_eq!(ask(at, true).await.0.unwrap(), "192.0.2.1");
+            };
+            let told = ask(resolver(says, false).await, true).await;
+            assert_eq!((told.0.unwrap(), told.1), ("192.0.2.1".to_owned(), 0));
+        }
+    }
+
+    #[tokio::test]
+    async fn the_answer_is_waited_for_after_something_else_and_a_closed_port_is_an_error() {
+        let says = |query: &[u8]| vec![vec![0; 5], Vec::new(), answer(query, 1)];
+        let told = ask(resolver(says, false).await, false).await;
+        assert_eq!((told.0.unwrap(), told.1), ("192.0.2.1".to_owned(), 0));
+        let closed = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let at = closed.local_addr().unwrap();
+        drop(closed);
+        let error = ask(at, false).await.0.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
     }
 
     #[tokio::test]

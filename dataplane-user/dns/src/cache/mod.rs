@@ -428,6 +428,47 @@ mod tests {
     }
 
     #[test]
+    fn only_the_last_tenth_of_a_popular_answer_fades() {
+        let cache = Cache::new(1 << 20, STALE);
+        let start = Instant::now();
+        cache.put(&key(1), &"shop".into(), &stored(1, 60), start);
+        for (seconds, state) in [
+            (55, State::Fresh),
+            (55, State::Fresh),
+            (55, State::Fading),
+            (53, State::Fresh),
+        ] {
+            let hit = cache.get(&key(1), start + Duration::from_secs(seconds));
+            assert_eq!(hit.map(|hit| hit.state), Some(state));
+        }
+    }
+
+    #[test]
+    fn only_whole_answers_with_a_ttl_are_kept_as_far_as_there_is_room() {
+        let (cache, now) = (Cache::new(1 << 20, STALE), Instant::now());
+        let put = |cache: &Cache, number| {
+            cache.put(&key(number), &"shop".into(), &stored(number, 60), now);
+        };
+        cache.put(&key(1), &"shop".into(), &stored(1, 0), now);
+        let mut bytes = stored(1, 60).bytes().to_vec();
+        bytes[2] |= 0x02;
+        let truncated = Stored::read(&bytes, &name(1), 1, false).unwrap();
+        cache.put(&key(1), &"shop".into(), &truncated, now);
+        assert_eq!(cache.size(), (0, 0));
+        put(&cache, 1);
+        let (_, bytes) = cache.size();
+        assert!(bytes > OVERHEAD);
+        // Full to the last byte.
+        let full = Cache::new(SHARDS * bytes, STALE);
+        put(&full, 1);
+        assert_eq!((full.size(), full.evictions()), ((1, bytes), 0));
+        put(&cache, 2);
+        put(&cache, 3);
+        assert_eq!(cache.flush(Some(&name(1))), 1);
+        assert_eq!((cache.flush(None), cache.size()), (2, (0, 0)));
+    }
+
+    #[test]
     fn what_nobody_asks_for_goes_first() {
         let cache = Cache::new(200_000, STALE);
         let now = Instant::now();
