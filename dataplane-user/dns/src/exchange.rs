@@ -13,7 +13,7 @@ use std::{
 
 use hickory_proto::op::ResponseCode;
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
+    io::{AsyncReadExt, AsyncWriteExt, Interest},
     net::{TcpSocket, UdpSocket},
     time::{sleep, timeout_at},
 };
@@ -217,10 +217,15 @@ async fn ask_by_udp<T>(
     socket.connect(resolver).await?;
     socket.send(query).await?;
     loop {
-        socket.readable().await?;
+        socket.ready(Interest::READABLE | Interest::ERROR).await?;
         // Others' answers are not waited for any less.
         if let Some(heard) = receive_one(&socket, &fits)? {
             return Ok(heard);
+        }
+        // If the resolver's machine refuses the port, there is an error and nothing to read.
+        let error = || (socket.take_error()?).ok_or_else(|| io::ErrorKind::WouldBlock.into());
+        if let Ok(error) = socket.try_io(Interest::ERROR, error) {
+            return Err(error);
         }
     }
 }
