@@ -140,7 +140,11 @@ fn a_port_is_evicted_as_a_cell_is() {
     let removed = |shared: &Shared| assert!(shared.unmake(&gone));
     assert_eq!(evicted(&one_unanswered, removed), Port::ANY, "it is gone");
     // Nine of seventeen ports are more than half, eight are not.
-    for (theirs, port) in [(0..9, Port::new(1010)), (9..17, Port::ANY)] {
+    for (theirs, port) in [
+        (0..9, Port::new(1010)),
+        (8..17, Port::new(1016)),
+        (9..17, Port::ANY),
+    ] {
         let mut flows = connections(false);
         flows[theirs.clone()].clone_from_slice(&connections(true)[theirs]);
         assert_eq!(evicted(&flows, nothing), port);

@@ -97,33 +97,30 @@ fn no_program_tries_for_ever() {
     let (now, key) = (at(0), key(40_000));
     let counted = Head(Head::ONE_MORE);
     let held = counted.held(Holder::new(1, now));
-    let of = |head, tries, act: &dyn Fn(&Contended)| {
+    let tried = |head, count: u32, act: &dyn Fn(&Contended)| {
         let memory = Contended {
             head,
-            slot: Slot(Slot::ONE_MORE).leading_to(3),
+            slot: Slot(count * Slot::ONE_MORE).leading_to(3),
             tries: &Cell::new(0),
         };
         act(&memory);
-        assert_eq!(memory.tries.get(), tries, "{head:?}");
+        memory.tries.get()
     };
     let elsewhere = key.place(SECRET) & 1023 ^ 1;
-    of(counted, 3, &|memory| {
-        assert!(!mark(*memory, counted, State(0), 1, 0, now));
-    });
-    of(counted, 3, &|memory| {
-        give_back(memory, elsewhere, &key, now)
-    });
-    // The count at the home, and then the cell.
-    of(held, 3 + 16, &|memory| {
-        give_back(memory, elsewhere, &key, now)
-    });
-    of(held, 16, &|memory| {
-        assert!(!publish(*memory, &key, memory.holder(now)));
-    });
-    of(counted, 3, &|memory| {
-        assert!(!lead(memory, 5, 4, false, now))
-    });
-    of(counted, 256, &|memory| {
-        assert_eq!(hold_or_find(memory, &key, now), BUSY);
-    });
+    let marks = |memory: &Contended| assert!(!mark(*memory, counted, State(0), 1, 0, now));
+    let gives_back = |memory: &Contended| give_back(memory, elsewhere, &key, now);
+    let publishes = |memory: &Contended| assert!(!publish(*memory, &key, memory.holder(now)));
+    let leads = |memory: &Contended| assert!(!lead(memory, 5, 4, false, now));
+    let holds = |memory: &Contended| assert_eq!(hold_or_find(memory, &key, now), BUSY);
+    assert_eq!(tried(counted, 1, &marks), 3);
+    assert_eq!(tried(held, 1, &publishes), 16);
+    assert_eq!(tried(counted, 1, &holds), 256);
+    // The count at the home, and then the cell. A count that is 0, or so high that it stays, is left alone.
+    assert_eq!(tried(held, 1, &gives_back), 3 + 16);
+    for (head, tries) in [(counted, 3), (Head(0), 0), (Head(Head::MANY), 0)] {
+        assert_eq!(tried(head, 1, &gives_back), tries, "{head:?}");
+    }
+    for (count, tries) in [(1, 3), (0, 0), (64, 0)] {
+        assert_eq!(tried(counted, count, &leads), tries, "{count}");
+    }
 }
