@@ -97,7 +97,7 @@ fn no_program_tries_for_ever() {
     let (now, key) = (at(0), key(40_000));
     let counted = Head(Head::ONE_MORE);
     let held = counted.held(Holder::new(1, now));
-    let tried = |head, count: u32, act: &dyn Fn(&Contended)| {
+    let of = |head, count: u32, act: &dyn Fn(&Contended)| {
         let memory = Contended {
             head,
             slot: Slot(count * Slot::ONE_MORE).leading_to(3),
@@ -112,15 +112,15 @@ fn no_program_tries_for_ever() {
     let publishes = |memory: &Contended| assert!(!publish(*memory, &key, memory.holder(now)));
     let leads = |memory: &Contended| assert!(!lead(memory, 5, 4, false, now));
     let holds = |memory: &Contended| assert_eq!(hold_or_find(memory, &key, now), BUSY);
-    assert_eq!(tried(counted, 1, &marks), 3);
-    assert_eq!(tried(held, 1, &publishes), 16);
-    assert_eq!(tried(counted, 1, &holds), 256);
+    assert_eq!(of(counted, 1, &marks), 3);
+    assert_eq!(of(held, 1, &publishes), 16);
+    assert_eq!(of(counted, 1, &holds), 256);
     // The count at the home, and then the cell. A count that is 0, or so high that it stays, is left alone.
-    assert_eq!(tried(held, 1, &gives_back), 3 + 16);
+    assert_eq!(of(held, 1, &gives_back), 3 + 16);
     for (head, tries) in [(counted, 3), (Head(0), 0), (Head(Head::MANY), 0)] {
-        assert_eq!(tried(head, 1, &gives_back), tries, "{head:?}");
+        assert_eq!(of(head, 1, &gives_back), tries, "{head:?}");
     }
     for (count, tries) in [(1, 3), (0, 0), (64, 0)] {
-        assert_eq!(tried(counted, count, &leads), tries, "{count}");
+        assert_eq!(of(counted, count, &leads), tries, "{count}");
     }
 }
