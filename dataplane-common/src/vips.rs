@@ -356,6 +356,12 @@ mod tests {
             assert_eq!(place.may_have_ports(words), ports, "{kind:?}");
             assert_eq!(place.finds(words, &key(80)), ports, "{kind:?}");
         }
+        // An external IP may be an address of the node, too.
+        let both = VipWords {
+            prefixes: 0,
+            ..VipWords::ALL
+        };
+        assert!(place.is_set(both) && place.may_have_ports(both));
         let all = VipWords::ALL;
         assert!(place.is_set(all) && place.may_have_ports(all) && place.may_be_cluster(all));
         let none = VipWords::default();
@@ -410,11 +416,19 @@ mod tests {
     #[test]
     fn places_are_fixed() {
         assert_eq!(place("10.96.0.1"), place("::ffff:10.96.0.1"));
-        let places = ["10.96.0.1", "192.0.2.7", "fd00:10:96::1"].map(|address| {
-            let place = place(address);
-            (place.index(), place.prefix_bit, place.address_bit)
-        });
         // Computed independently, in another language.
-        assert_eq!(places, [(127, 33, 34), (98, 11, 18), (175, 42, 43)]);
+        for (address, index, prefix_bit, address_bit) in [
+            ("10.96.0.1", 127, 33, 34),
+            ("192.0.2.7", 98, 11, 18),
+            ("fd00:10:96::1", 175, 42, 43),
+            ("fd00:10:96::a:7:1234", 60, 30, 18),
+        ] {
+            let wanted = VipPlace {
+                index,
+                prefix_bit,
+                address_bit,
+            };
+            assert_eq!(place(address), wanted, "{address}");
+        }
     }
 }

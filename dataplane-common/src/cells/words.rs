@@ -411,6 +411,15 @@ mod tests {
         assert_eq!(state(0xff).anew(now), word(1));
     }
 
+    #[test]
+    fn a_flow_is_over_after_its_timeout() {
+        let quiet = state(seen::PACKET | seen::in_replies(seen::PACKET));
+        for (now, keep, is_over) in [(8, 5, false), (8, 4, true), (7, 0, false), (8, 0, true)] {
+            let now = Tick::from_number(now);
+            assert_eq!(quiet.gives_way(keep, now), is_over, "{now:?} {keep}");
+        }
+    }
+
     /// Flows from the first to be evicted to the last.
     #[test]
     fn flows_are_ranked() {

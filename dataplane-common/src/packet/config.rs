@@ -214,6 +214,9 @@ mod tests {
         assert_eq!(left(&usual, tcp, need::MORE), 36_280 + 14_116);
         assert_eq!(left(&all, tcp, need::LITTLE), 0);
         assert_eq!(left(&all, tcp, need::MORE), 32_256);
+        // connect() tries even ports first, as this range begins with one.
+        let avoids = |port| usual.avoids(port, tcp, need::MORE);
+        assert!(avoids(32_768) && !avoids(32_769) && avoids(60_998) && !avoids(60_999));
         for (config, ports) in [(usual, 50_396), (all, 32_256)] {
             for protocol in [tcp, udp] {
                 assert_eq!(left(&config, protocol, need::ALL), ports);

@@ -296,6 +296,8 @@ mod tests {
             assert_eq!(P::bare(ifindex), 1 << bit);
         }
         assert_eq!(P::PORTS, 64_512);
+        assert_eq!((came_by::KERNELS, came_by::THROUGH), (1 << 31, 1 << 30));
+        assert_eq!(direct::DATAGRAMS, 1 << 63);
     }
 
     #[test]

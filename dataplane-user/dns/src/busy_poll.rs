@@ -113,6 +113,23 @@ mod tests {
     }
 
     #[test]
+    fn a_moment_has_an_end() {
+        let mut poll = BusyPoll::new(2);
+        let now = Instant::now();
+        assert!(poll.answered(now) && poll.goes_on(now + MOMENT - STEP));
+        assert!(!poll.goes_on(now + MOMENT));
+        let less = ENOUGH - ENOUGH / WEIGHT;
+        assert_eq!(poll.trust, less);
+        poll.until = Some(now);
+        poll.arrived(now);
+        assert_eq!(poll.trust, less - less / WEIGHT, "too late");
+        for _ in 1..SELDOM {
+            assert!(!poll.answered(now));
+        }
+        assert!(poll.answered(now));
+    }
+
+    #[test]
     fn a_query_that_follows_an_answer_at_once_finds_the_thread_awake() {
         let mut poll = BusyPoll::new(2);
         let distance = Duration::from_micros(30);

@@ -87,9 +87,13 @@ mod tests {
     #[test]
     fn one_client_does_not_take_the_room_of_others() {
         let counts = Counts::default();
-        let held: Vec<_> = (0..5).map_while(|_| counts.below(3, &"greedy")).collect();
+        let mut held: Vec<_> = (0..5).map_while(|_| counts.below(3, &"greedy")).collect();
         assert_eq!(held.len(), 3);
         assert!(counts.below(3, &"other").is_some());
+        // One that ends makes room for one.
+        held.pop();
+        held.extend(counts.below(3, &"greedy"));
+        assert!(held.len() == 3 && counts.below(3, &"greedy").is_none());
         drop(held);
         assert!(counts.below(3, &"greedy").is_some());
     }

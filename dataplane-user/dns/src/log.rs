@@ -224,7 +224,8 @@ mod tests {
         assert_eq!((late.queries.len(), late.lost), (ROOM, 5));
         assert_eq!(log.read(Some(late.next), 10).queries.len(), 0);
         // No reader has come for long: the log records nothing, and the next reader gets none of its old entries.
-        log.until.store(0, Ordering::Relaxed);
+        log.until.store(1, Ordering::Relaxed);
+        std::thread::sleep(Duration::from_millis(2));
         put(&log, 3);
         let next = log.read(Some(late.next), 10);
         assert_eq!((next.queries.len(), next.lost), (0, 0));

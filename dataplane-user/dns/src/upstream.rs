@@ -184,3 +184,28 @@ impl Upstream {
         Err(last)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_resolver_rests_for_longer_each_time() {
+        let upstream = Upstream::new(Arc::default());
+        let (shop, other): (Arc<str>, Arc<str>) = ("shop".into(), "other".into());
+        let all = ["192.0.2.1:53", "192.0.2.2:53"].map(|at| at.parse().unwrap());
+        let [first, second] = all;
+        for seconds in [2, 4, 8, 16, 30, 30] {
+            upstream.note(&shop, first, false);
+            let health = upstream.health.lock().unwrap();
+            let until = health[&(Arc::clone(&shop), first)].rests.unwrap();
+            let rests = until - Instant::now();
+            assert!(rests <= Duration::from_secs(seconds));
+            assert!(rests > Duration::from_secs(seconds) - REST / 2);
+        }
+        assert_eq!(upstream.in_order(&shop, &all), [second, first]);
+        assert_eq!(upstream.in_order(&other, &all), all);
+        upstream.note(&shop, first, true);
+        assert_eq!(upstream.in_order(&shop, &all), all);
+    }
+}

@@ -181,6 +181,8 @@ mod tests {
         let base = u32::MAX << (LARGEST + 1);
         let mut blocks = Blocks::rebuild(vec![(base, u16::MAX)]).unwrap();
         assert!(!blocks.has_room(&[Block::MAX_LEN], u32::MAX));
+        // There may be a gap before a block that is as large as the block.
+        assert!(!blocks.has_room(&[1 << 15], u32::MAX));
         assert!(blocks.has_room(&[1], u32::MAX));
     }
 

@@ -142,3 +142,68 @@ impl Buffers {
 fn large() -> Box<[u8]> {
     vec![0; LARGE].into()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_bytes_are_copied_and_many_take_the_buffer() {
+        let mut buffers = Buffers::new(1 << 20);
+        for (end, byte) in buffers.shared().iter_mut().zip((0..=250).cycle()) {
+            *end = byte;
+        }
+        let pattern = buffers.shared().to_vec();
+        let mut all = 0;
+        for (count, size) in [(2, 2), (COPIED, COPIED), (COPIED + 1, LARGE)] {
+            let mut held = buffers.hold(7, 7 + count);
+            assert!(held.bytes() == &pattern[7..7 + count], "{count}");
+            all += size;
+            assert_eq!((held.size(), buffers.held()), (size, all));
+            held.consume(1);
+            held.consume(count - 2);
+            assert_eq!(held.bytes(), &pattern[6 + count..7 + count]);
+        }
+        assert_eq!(buffers.shared().len(), LARGE);
+    }
+
+    #[test]
+    fn large_buffers_wait_for_reuse() {
+        let mut buffers = Buffers::new(1 << 30);
+        let small = buffers.hold(0, COPIED);
+        let large: Vec<Held> = (0..=SPARE).map(|_| buffers.hold(0, LARGE)).collect();
+        assert!(!buffers.has_spare());
+        buffers.release(small);
+        assert!(!buffers.has_spare() && buffers.held() == (SPARE + 1) * LARGE);
+        for held in large {
+            buffers.release(held);
+            assert!(buffers.has_spare());
+        }
+        assert_eq!((buffers.spare.len(), buffers.held()), (SPARE, 0));
+        let again = buffers.hold(0, LARGE);
+        assert_eq!(buffers.spare.len(), SPARE - 1);
+        buffers.release(again);
+        buffers.trim();
+        assert!(!buffers.has_spare());
+    }
+
+    #[test]
+    fn a_budget_bounds_what_is_read_and_held() {
+        let budget = 1 << 20;
+        let mut buffers = Buffers::new(budget);
+        for (held, is_little, is_over, excess) in [
+            (0, false, false, 0),
+            (budget / 2, false, false, 0),
+            (budget / 2 + 1, true, false, 0),
+            (budget / 8 * 7, true, false, 0),
+            (budget, true, false, budget / 8),
+            (budget + 1, true, true, budget / 8 + 1),
+        ] {
+            buffers.held = held;
+            let large = if is_little { SMALL } else { LARGE };
+            assert_eq!(buffers.reading(LARGE), large, "{held}");
+            assert_eq!(buffers.reading(SMALL / 2), SMALL / 2);
+            assert_eq!((buffers.is_over(), buffers.excess()), (is_over, excess));
+        }
+    }
+}

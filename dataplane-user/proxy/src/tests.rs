@@ -372,6 +372,61 @@ fn a_removed_workload_can_be_attached_again() {
 }
 
 #[test]
+fn only_the_removed_workload_accepts_no_more() {
+    let (listener, at) = endpoint();
+    let (proxy, vip) = proxy(&Settings::default(), &[at], Egress::Allow);
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap();
+    let others = closed.local_addr().unwrap();
+    proxy
+        .add(Attachment {
+            workload: Arc::new(Workload::new(
+                WorkloadName::new("default", "other"),
+                Place::Elsewhere,
+            )),
+            namespace: None,
+            outbound: vec![closed],
+            inbound: vec![],
+            tunnels: vec![],
+            egress: Egress::Allow,
+        })
+        .unwrap();
+    proxy.remove(&WorkloadName::new("default", "other"), PATIENCE);
+    while TcpStream::connect(others).is_ok() {
+        thread::sleep(Duration::from_millis(5));
+    }
+    let mut client = connect(vip);
+    client.write_all(b"still").unwrap();
+    client.shutdown(Shutdown::Write).unwrap();
+    assert_eq!(ending(&accept(&listener)).unwrap(), b"still");
+}
+
+#[test]
+fn connections_go_to_a_worker_that_has_far_fewer() {
+    let (_listener, at) = endpoint();
+    let (proxy, _) = proxy(&Settings::default(), &[at], Egress::Allow);
+    let shared = proxy.engines.shared();
+    assert_eq!(shared.less_loaded(0, 8), None);
+    for count in 1..=9 {
+        shared.loads[1].add();
+        let other = (count > 8).then_some(0);
+        assert_eq!(shared.less_loaded(1, 8), other, "{count}");
+        assert_eq!(shared.less_loaded(0, 8), None);
+    }
+    shared.loads[0].add();
+    assert_eq!(shared.less_loaded(1, 8), None);
+    shared.loads[0].sub();
+    assert_eq!(shared.loads[1].connections(), 9);
+    for _ in 0..9 {
+        shared.loads[1].sub();
+    }
+    let held = [5, 7].map(|bytes| bytes << 10);
+    for (load, held) in shared.loads.iter().zip(held) {
+        load.set_held(held);
+    }
+    assert_eq!(shared.held(), 12 << 10);
+}
+
+#[test]
 fn tunnels_are_left_to_another_engine() {
     let (listener, at) = endpoint();
     let (proxy, vip) = proxy(&Settings::default(), &[at], Egress::Allow);

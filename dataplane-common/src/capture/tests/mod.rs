@@ -67,6 +67,7 @@ fn flags_are_bits_of_their_own() {
     ];
     assert_eq!(mesh, [1, 2, 4, 8, 16]);
     assert_eq!((KNOWN, ORIGINS), (1_048_576, 131_072));
+    assert_eq!((LISTENERS, PROBES), (49_152, 8192));
 }
 
 #[test]
@@ -133,13 +134,15 @@ fn askers_have_places_by_address_and_port() {
         places.len()
     };
     let bytes = || 0..=u8::MAX;
-    // Of 64 places, 256 askers by chance leave one free.
+    // Each part tells, whatever the others are. Of 64 places, 256 askers by chance leave one free.
+    let all = u32::MAX;
+    let last = Addr::from_words([0, 0, 0, all]);
     for wanted in [
-        places(&mut (0..256).map(|port| (addr("192.0.2.1"), 4000 + port))),
+        places(&mut (0..256).map(|port| (last, 4000 + port))),
         places(&mut bytes().map(|n| (Addr::from_v4([192, 0, 2, n]), 53))),
-        places(&mut bytes().map(|n| (Addr::from_words([n.into(), 1, 2, 3]), 53))),
-        places(&mut bytes().map(|n| (Addr::from_words([1, n.into(), 2, 3]), 53))),
-        places(&mut bytes().map(|n| (Addr::from_words([1, 2, n.into(), 3]), 53))),
+        places(&mut bytes().map(|n| (Addr::from_words([n.into(), all, all, all]), 53))),
+        places(&mut bytes().map(|n| (Addr::from_words([all, n.into(), all, all]), 53))),
+        places(&mut bytes().map(|n| (Addr::from_words([all, all, n.into(), all]), 53))),
     ] {
         assert!(wanted > 48, "{wanted}");
     }

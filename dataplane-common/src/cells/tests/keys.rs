@@ -74,7 +74,7 @@ fn a_flow_is_found_by_its_own_keys() {
         (key.src_port, 0x80),
     ] {
         let (found, value) = found(&key, node_port, node_addr);
-        assert!(found.is_of(&key));
+        assert!(found.is_of(&key) && found.key() == key);
         let different = others(key, &all);
         assert!(different.iter().all(|other| !found.is_of(other)));
         let masqueraded = node_addr != 0;

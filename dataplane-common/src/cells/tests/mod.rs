@@ -4,6 +4,7 @@ extern crate std;
 
 mod keys;
 mod ports;
+mod tries;
 
 use std::{
     boxed::Box,
@@ -230,6 +231,23 @@ fn ports_that_a_client_takes_one_after_the_other_have_cells_one_after_the_other(
     assert_eq!(back(40_002).place(SECRET), first.wrapping_add(1));
 }
 
+/// The cells outlive the agent: another version finds flows in the same cells.
+#[test]
+fn places_are_fixed() {
+    let v6 = |text: &str| Addr::from(text.parse::<std::net::IpAddr>().unwrap());
+    let (client, vip) = (v6("fd00::1:2:3"), v6("fd00:10:96::a"));
+    let (from, to) = (Port::new(65_535), Port::new(53));
+    let endpoint = Addr::from_v4([10, 244, 1, 2]);
+    let port = PortKey::new(endpoint, Port::new(8443), Port::new(50_000), Protocol::TCP);
+    // Computed independently, in another language, for a processor that is little-endian.
+    if cfg!(target_endian = "little") {
+        assert_eq!(key(40_000).place(SECRET), 0x10a4_1448);
+        let key = FlowKey::new(client, from, vip, to, Protocol::UDP);
+        assert_eq!(key.place(SECRET), 0x89e1_ea99);
+        assert_eq!(port.place(SECRET), 0x7363_82fc);
+    }
+}
+
 #[test]
 fn all_ports_have_cells_of_their_own() {
     let mut places: Vec<u32> = (0..=u16::MAX).map(|port| key(port).place(SECRET)).collect();
@@ -300,6 +318,15 @@ fn others_of_neighbours_are_scattered() {
     }
     // Of 15 000, by chance 107 meet.
     assert!(seen.len() > 14_700, "{}", seen.len());
+}
+
+#[test]
+fn the_first_of_the_others_is_beside_the_home() {
+    for place in [6, 7, u32::MAX] {
+        assert_eq!([0, 1].map(|nth| candidate(place, nth)), [place, place ^ 1]);
+        let mut others = 2..=OTHERS;
+        assert!(others.all(|nth| candidate(place, nth).abs_diff(place) > 16));
+    }
 }
 
 #[test]
@@ -579,6 +606,33 @@ fn a_table_full_of_connections_refuses_others() {
     assert_eq!(shared.pushed_out.load(Ordering::Relaxed), 0);
 }
 
+/// In a table full of connections, a flow that was not answered is evicted in whichever of the seventeen cells it is.
+#[test]
+fn all_seventeen_cells_are_looked_at() {
+    let shared = Shared::new(64);
+    let memory = &shared;
+    for client in 0..60_000 {
+        let (key, value) = established(client, 40_000, Protocol::TCP, at(0));
+        let _ = shared.make(&key, &value, at(0));
+    }
+    assert_eq!(shared.is_sound(), 64);
+    let new = key(40_000);
+    let place = new.place(SECRET);
+    for nth in 0..=OTHERS {
+        let index = candidate(place, nth) & memory.mask();
+        let line = memory.cell(index).unwrap();
+        let state = line.load(STATE);
+        line.store(STATE, State(state).anew(at(0)).0);
+        assert!(has_room(&memory, &new, at(0)));
+        assert_eq!(hold(&memory, &new, at(0)), index, "{nth}");
+        // Another connection has the cell from now on.
+        let (key, value) = established(nth as u16, 7, Protocol::TCP, at(0));
+        write(line, &key, &value);
+        assert!(publish(line, &key, memory.holder(at(0))));
+        assert!(!has_room(&memory, &new, at(0)));
+    }
+}
+
 /// A port of the node's that a masqueraded flow has to an endpoint is free for another flow only when the first is
 /// gone.
 #[test]
@@ -631,6 +685,25 @@ fn a_flow_is_not_made_twice() {
     assert_eq!(shared.find(&key), Some(elsewhere));
     assert!(shared.unmake(&key));
     shared.is_empty();
+}
+
+/// A held cell that a flow might have may get this flow: no other cell is taken meanwhile.
+#[test]
+fn a_held_cell_beside_the_home_makes_wait() {
+    let shared = Shared::new(64);
+    let memory = &shared;
+    let first = (0..2)
+        .map(|step| key(40_000 + 2 * step))
+        .find(|key| key.place(SECRET) % 2 == 0)
+        .unwrap();
+    let second = key(first.src_port.host() + 2);
+    let held = hold(&memory, &first, at(0));
+    assert_eq!(held, candidate(second.place(SECRET), 1) & memory.mask());
+    let rival = rival(&second, memory.mask());
+    assert!(shared.make(&rival, &to(&rival, 0), at(0)));
+    assert_eq!(hold(&memory, &second, at(0)), BUSY);
+    give_back(&memory, held, &first, at(0));
+    assert_eq!(hold(&memory, &second, at(0)), held);
 }
 
 /// Memory that lets another CPU act when a cell is looked at once more than so many times.

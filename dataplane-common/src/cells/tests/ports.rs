@@ -113,7 +113,7 @@ fn evicted(flows: &[(FlowKey, Translation)], meanwhile: impl FnOnce(&Shared)) ->
 fn connections(of_one: bool) -> Vec<(FlowKey, Translation)> {
     let flow = |nth: u16| {
         let used = at(if nth == 5 { 40 } else { 60 });
-        let client = if of_one { 1 } else { nth };
+        let client = if of_one { 100 } else { nth };
         let (key, value) = established(client, 1000 + 2 * nth, Protocol::TCP, used);
         let node_port = key.src_port;
         (
@@ -140,12 +140,87 @@ fn a_port_is_evicted_as_a_cell_is() {
     let removed = |shared: &Shared| assert!(shared.unmake(&gone));
     assert_eq!(evicted(&one_unanswered, removed), Port::ANY, "it is gone");
     // Nine of seventeen ports are more than half, eight are not.
-    for (theirs, port) in [(9, Port::new(1010)), (8, Port::ANY)] {
+    for (theirs, port) in [
+        (0..9, Port::new(1010)),
+        (8..17, Port::new(1016)),
+        (9..17, Port::ANY),
+    ] {
+        let mut flows = connections(false);
+        flows[theirs.clone()].clone_from_slice(&connections(true)[theirs]);
+        assert_eq!(evicted(&flows, nothing), port);
+    }
+}
+
+/// A client with more than half of the ports goes first among flows that are not assured, but not before flows of a
+/// lesser class.
+#[test]
+fn a_crowd_goes_first_in_its_class() {
+    let nothing = |_: &Shared| ();
+    let of = |theirs: u8, others: u8| {
         let mut flows = connections(true);
-        for (flow, other) in flows.iter_mut().zip(connections(false)).skip(theirs) {
-            *flow = other;
+        for (nth, (flow, other)) in flows.iter_mut().zip(connections(false)).enumerate() {
+            // Nine flows of one client. The flow of port 1010 is another's, and was idle longest.
+            let is_other = nth % 2 == 1;
+            if is_other {
+                *flow = other;
+            }
+            flow.1.seen = if is_other { others } else { theirs };
+            flow.1.used = at(if nth == 5 { 80 } else { 90 });
         }
-        assert_eq!(evicted(&flows, nothing), port, "{theirs}");
+        flows
+    };
+    let answered = seen::PACKET | seen::in_replies(seen::PACKET);
+    let assured = answered | seen::ASSURED;
+    for (theirs, others, port) in [
+        (seen::PACKET, seen::PACKET, 1000),
+        (answered, answered, 1000),
+        (assured, assured, 1000),
+        (answered, seen::PACKET, 1010),
+        (assured, answered, 1010),
+        (seen::PACKET, answered, 1000),
+    ] {
+        assert_eq!(evicted(&of(theirs, others), nothing), Port::new(port));
+    }
+}
+
+/// Another flow has the cell by now: its port is not free.
+#[test]
+fn no_port_is_evicted_of_a_flow_that_came_since() {
+    let shared = Shared::new(1);
+    let memory = &shared;
+    let (first, second) = (key(40_000), key(40_002));
+    assert!(shared.make(&first, &to(&first, 1), at(0)));
+    let mut choice = Choice::default();
+    assert!(!may_evict(&choice));
+    let looked_at = port(&first, &to(&first, 1));
+    look_at_port(&memory, &mut choice, &looked_at, true, at(50));
+    assert!(may_evict(&choice));
+    assert!(shared.unmake(&first));
+    let used = at(50);
+    let value = Translation {
+        used,
+        ..to(&second, 1)
+    };
+    assert!(shared.make(&second, &value, used));
+    assert_eq!(evict_port(&memory, &choice, at(50)), Port::ANY);
+    assert_eq!(shared.is_sound(), 1);
+}
+
+#[test]
+fn ports_that_are_looked_at_are_far_apart() {
+    for random in [0, 7, 0xffff_fff0, 0x8000_1234] {
+        let ports: Vec<u16> = (0..PORTS_LOOKED_AT)
+            .map(|nth| port_looked_at(random, nth))
+            .collect();
+        assert_eq!(ports.len(), 17);
+        assert_eq!(ports[0], random as u16);
+        for (nth, port) in ports.iter().enumerate() {
+            let mut others = ports[..nth].iter();
+            assert!(
+                others.all(|other| port.abs_diff(*other) > 1000),
+                "{ports:?}"
+            );
+        }
     }
 }
 

@@ -414,3 +414,85 @@ async fn slow_names_of_one_namespace_cost_no_other_namespace() {
         assert_eq!(addresses(&reply), ["192.0.2.1"], "{name}");
     }
 }
+
+#[tokio::test]
+async fn a_resolver_that_cannot_help_is_not_the_last_one_asked() {
+    let (second, _) = resolver(|query| vec![answer(query, 2)]).await;
+    for (what, helps) in [
+        (ResponseCode::ServFail, false),
+        (ResponseCode::Refused, false),
+        (ResponseCode::NotImp, false),
+        (ResponseCode::NXDomain, true),
+    ] {
+        let (first, _) = resolver(move |query| vec![code(query, what)]).await;
+        for (resolvers, wanted) in [
+            (
+                vec![first, second],
+                if helps { what } else { ResponseCode::NoError },
+            ),
+            (vec![first], what),
+        ] {
+            let (question, ask) = asked("www.example.com");
+            let reply = new()
+                .resolve(&client("", &resolvers), &question, &ask)
+                .await;
+            assert_eq!(reply.unwrap().stored.code(), wanted, "{what} {resolvers:?}");
+        }
+    }
+    // A query that is passed on goes to the resolver that answers, too.
+    let away = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+    let resolvers = [away.local_addr().unwrap(), second];
+    let (question, _) = asked("www.example.com");
+    let query = crate::wire::question(7, &question.name, 1, 1, false);
+    for resolvers in [&resolvers[1..], &resolvers] {
+        let client = client("", resolvers);
+        let found = new().relay(&client, &query, Transport::Udp).await.unwrap();
+        assert_eq!(found, answer(Message::from_vec(&query).unwrap(), 2));
+    }
+}
+
+/// Each line has the candidates, of which those that begin with `no` do not exist, whether there is an answer if none exists,
+/// and the code and the addresses of the answer.
+#[tokio::test]
+async fn candidates_are_asked_for_in_turn() {
+    let (at, _) = resolver(|query| {
+        let name = query.queries[0].name().to_lowercase().to_string();
+        vec![match name.as_bytes()[0] {
+            b'n' => code(query, ResponseCode::NXDomain),
+            first => answer(query, first),
+        }]
+    })
+    .await;
+    let (own, client) = (new(), client("", &[at]));
+    for (names, has_otherwise, wanted, addresses_wanted) in [
+        ("a b", false, ResponseCode::NoError, "192.0.2.97"),
+        ("no1 a", false, ResponseCode::NoError, "192.0.2.97"),
+        ("no1 no2 b", true, ResponseCode::NoError, "192.0.2.98"),
+        ("no1", false, ResponseCode::NXDomain, ""),
+        ("no1 no2", false, ResponseCode::NXDomain, ""),
+        ("no1", true, ResponseCode::NoError, "192.0.2.9"),
+        ("no1 no2", true, ResponseCode::NoError, "192.0.2.9"),
+    ] {
+        let (question, mut ask) = asked("www.example.com");
+        ask.candidates = names
+            .split(' ')
+            .map(|name| asked(name).1.candidates[0].clone())
+            .collect();
+        ask.otherwise = has_otherwise.then(|| (*old(&question)).clone());
+        let reply = own.clone().resolve(&client, &question, &ask).await.unwrap();
+        let found = (reply.stored.code(), addresses(&reply).concat());
+        assert_eq!(found, (wanted, addresses_wanted.to_owned()), "{names}");
+        // Answers without a TTL are not in the cache.
+        let cached = own
+            .cached(&client, &question, &ask)
+            .map(|of| addresses(&of));
+        let is_cached = !names.contains("no");
+        assert_eq!(cached, is_cached.then(|| addresses(&reply)), "{names}");
+        let known = own.known(&client, &question, &ask);
+        assert_eq!(known, is_cached.then(|| reply.stored.bytes().to_vec()));
+    }
+    let (question, ask) = asked("a");
+    let key = question.key(own.set(&[at]));
+    own.cache.put(&key, &"".into(), &old(&question), past());
+    assert_eq!(own.known(&client, &question, &ask), None, "it is stale");
+}

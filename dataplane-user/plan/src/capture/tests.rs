@@ -1,12 +1,12 @@
 //! Tests that decide connections by the entries of a policy.
 
-use std::net::IpAddr;
+use std::{collections::BTreeSet, net::IpAddr};
 
 use dataplane_common::{
     Port, Reason,
     capture::{self, Local},
 };
-use model::Rules;
+use model::{Mode, Rules};
 
 use super::*;
 
@@ -214,6 +214,131 @@ fn loopback_is_captured_by_its_own_ranges_only() {
 }
 
 #[test]
+fn only_ranges_within_loopback_capture_it() {
+    for (range, is_captured, wanted) in [
+        ("127.1.2.0/24", true, true),
+        ("127.0.0.0/8", true, true),
+        ("127.1.2.0/24", false, false),
+        ("127.0.0.1/32", true, false),
+        ("10.0.0.0/8", true, false),
+        ("0.0.0.0/0", true, false),
+        ("::1/128", true, false),
+    ] {
+        let outbound_ranges = [(range.parse().unwrap(), is_captured)].into();
+        let policy = Policy {
+            outbound_ranges,
+            ..Policy::default()
+        };
+        assert_eq!(captures_loopback(&policy), wanted, "{range}");
+    }
+}
+
+/// Each line has a part of a policy, and the flags by which it differs from a policy without this part, without a proxy and
+/// with one.
+#[test]
+fn parts_of_a_policy_have_flags() {
+    use Enrolled as E;
+    type Edit = fn(&mut Policy);
+    let flags = |proxied, edit: Edit| {
+        let mut policy = Policy {
+            mode: if proxied { Mode::Proxy } else { Mode::Kernel },
+            inbound: Inbound::Listed,
+            without_proxy: WithoutProxy::Refuse,
+            ..Policy::default()
+        };
+        edit(&mut policy);
+        let mut tables = Captured::default();
+        Policies::default().add(&policy, false, &mut tables).1
+    };
+    let plain = [false, true].map(|proxied| flags(proxied, |_| {}));
+    assert_eq!(plain, [E::CAPTURED, E::CAPTURED | E::PROXY | E::INBOUND]);
+    let users = E::HAS_USERS;
+    let lines: [(Edit, [u32; 2]); 15] = [
+        (|p| p.included_uids = [1].into(), [users | E::ONLY_USERS; 2]),
+        (|p| p.included_gids = [1].into(), [users | E::ONLY_USERS; 2]),
+        (|p| p.excluded_uids = [1].into(), [users; 2]),
+        (|p| p.excluded_gids = [1].into(), [users; 2]),
+        (|p| p.egress = Egress::Deny, [E::EGRESS_DENY; 2]),
+        (
+            |p| p.virtual_interfaces = ["tap0".into()].into(),
+            [0, E::VIRTUAL],
+        ),
+        (
+            |p| {
+                p.egress = Egress::Deny;
+                p.virtual_interfaces = ["tap0".into()].into();
+            },
+            [E::EGRESS_DENY | E::VIRTUAL; 2],
+        ),
+        (|p| p.without_proxy = WithoutProxy::Pass, [E::FAIL_OPEN; 2]),
+        (|p| p.inbound = Inbound::All, [E::INBOUND_OTHERS; 2]),
+        (|p| p.inbound = Inbound::None, [0, E::INBOUND]),
+        (
+            |p| p.outbound_ranges = [("10.0.0.0/8".parse().unwrap(), true)].into(),
+            [E::HAS_RANGES; 2],
+        ),
+        (
+            |p| p.outbound_ranges = [("127.0.0.0/8".parse().unwrap(), true)].into(),
+            [E::HAS_RANGES | E::LOOPBACK; 2],
+        ),
+        (
+            |p| p.outbound_ports = [(80, true)].into(),
+            [E::HAS_OUTBOUND_PORTS; 2],
+        ),
+        (
+            |p| p.inbound_ports = [(80, true)].into(),
+            [E::HAS_INBOUND_PORTS; 2],
+        ),
+        (
+            |p| p.refused = Some(Box::default()),
+            [E::REFUSES_SERVICES; 2],
+        ),
+    ];
+    for (nth, (edit, differ)) in lines.into_iter().enumerate() {
+        let found = [false, true].map(|proxied| flags(proxied, edit));
+        let found = [found[0] ^ plain[0], found[1] ^ plain[1]];
+        assert_eq!(found, differ, "line {nth}");
+    }
+    // Connections go on as before, whatever else the policy says.
+    let only_queries = flags(true, |p| {
+        p.only_queries = true;
+        p.egress = Egress::Deny;
+        p.excluded_uids = [1].into();
+    });
+    assert_eq!(only_queries, users);
+    let none = flags(true, |p| {
+        p.inbound = Inbound::None;
+        p.refused = Some(Box::new(model::RefusedInbound {
+            others: true,
+            ..model::RefusedInbound::default()
+        }));
+    });
+    assert_eq!(none ^ plain[1], E::INBOUND | E::REFUSES_SERVICES);
+}
+
+#[test]
+fn the_longest_range_is_shown_as_it_was_given() {
+    let mut tables = Captured::default();
+    let policy = rules(|r| {
+        for range in ["10.0.0.0/8", "10.1.0.0/16", "fd00::/8"] {
+            r.outbound_ranges.insert(range.parse().unwrap(), false);
+        }
+    });
+    let (policy, _) = Policies::default().add(&policy.policy().unwrap(), true, &mut tables);
+    for (addr, wanted) in [
+        ("10.2.0.1", "10.0.0.0/8"),
+        ("10.1.0.1", "10.1.0.0/16"),
+        ("fd00::1", "fd00::/8"),
+    ] {
+        let addr: IpAddr = addr.parse().unwrap();
+        let wanted: IpNet = wanted.parse().unwrap();
+        let found = tables.longest_range(policy, addr.into());
+        assert_eq!(found, Some((wanted, EXCLUDED)));
+        assert_eq!(tables.longest_range(policy + 1, addr.into()), None);
+    }
+}
+
+#[test]
 fn only_included_users_and_groups_are_captured() {
     let one = rules(|r| r.included_uids = [1500].into());
     assert_eq!(said(&one, "192.0.2.1", 80, 1500), Reason::Captured);
@@ -234,7 +359,11 @@ fn only_included_users_and_groups_are_captured() {
 #[test]
 fn a_workload_that_cannot_be_looked_at_keeps_all_its_entries_and_rules() {
     let mut held = Captured::default();
-    let mut policies = Policies::default();
+    // No number of a policy is one of a workload.
+    let mut policies = Policies::after(100);
+    let resolvers = [("192.0.2.53/32".parse().unwrap(), true)].into();
+    let resolvers = policies.add_resolvers(&resolvers, &mut held);
+    assert_eq!((resolvers, held.ranges.len()), (101, 1));
     let with_port = |port| {
         rules(|r| {
             r.outbound_ports.insert(port, false);
@@ -249,7 +378,7 @@ fn a_workload_that_cannot_be_looked_at_keeps_all_its_entries_and_rules() {
             policy,
             flags,
             workload,
-            resolvers: 0,
+            resolvers: if cookie == 11 { resolvers } else { 0 },
         };
         let local = Local {
             netns: cookie,
@@ -288,7 +417,9 @@ fn a_workload_that_cannot_be_looked_at_keeps_all_its_entries_and_rules() {
     assert_eq!(one.cgroups, held.cgroups);
     assert!(one.rules.keys().all(|key| key.id != 22 && key.of != 1));
     assert!(one.rules.keys().any(|key| key.id == 24));
-    assert!(one.ranges.keys().any(|key| key.policy == 3));
+    // Policies of the workloads 2 and 3; resolvers of workload 1.
+    let policies: BTreeSet<u32> = one.ranges.keys().map(|key| key.policy).collect();
+    assert_eq!(policies, [103, 104].into());
 }
 
 #[test]

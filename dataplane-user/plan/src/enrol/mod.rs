@@ -273,12 +273,68 @@ impl Enroller {
 
 #[cfg(test)]
 mod tests {
-    use model::{Inbound, Mode, Policy, Snapshot};
+    use model::{Egress, Inbound, Mode, Policy, Snapshot};
 
     use super::*;
 
-    /// Each line has whether plain connections go to the proxy if the mode is `auto`, whether the agent has certificates, the
-    /// service account, and the flags that result.
+    #[test]
+    fn numbers_of_workloads_are_not_used_again() {
+        let mut tables = Captured::default();
+        let entry = Enrolled {
+            workload: 7,
+            ..Enrolled::default()
+        };
+        tables.namespaces.insert(1, entry);
+        let mut enroller = Enroller::after(&tables, false, false);
+        assert_eq!(enroller.earlier(), 7);
+        let [one, other] = ["one", "other"].map(|name| WorkloadName::new("shop", name));
+        assert_eq!(
+            [&one, &other, &one].map(|name| enroller.number(name)),
+            [8, 9, 8]
+        );
+        enroller.keep_numbers(&[9].into());
+        assert_eq!([&one, &other].map(|name| enroller.number(name)), [10, 9]);
+        assert_eq!(enroller.earlier(), 7);
+    }
+
+    /// Whether a rule says that connections which come in by an interface are captured.
+    #[test]
+    fn connections_of_machines_are_captured_where_something_judges_them() {
+        let interfaces = [("eth9".to_owned(), 9), ("tap0".to_owned(), 3)].into();
+        for (mode, egress, wanted) in [
+            (Mode::Proxy, Egress::Allow, Some(CAPTURED)),
+            (Mode::Kernel, Egress::Deny, Some(CAPTURED)),
+            (Mode::Kernel, Egress::Allow, None),
+        ] {
+            let policy = Policy {
+                mode,
+                egress,
+                virtual_interfaces: ["tap0".into(), "gone".into()].into(),
+                excluded_interfaces: ["eth9".into()].into(),
+                ..Policy::default()
+            };
+            let member = Member {
+                policy,
+                ..Member::of_node(&Snapshot::default())
+            };
+            let mut tables = Captured::default();
+            let home = Home {
+                cookie: 1,
+                interfaces: &interfaces,
+            };
+            let mut enroller = Enroller::after(&tables, false, false);
+            let entry = enroller.enrol_namespace(&member, home, &mut tables);
+            assert_ne!(entry.flags & Enrolled::HAS_INTERFACES, 0);
+            let said = |id| {
+                let (of, kind) = (entry.workload, RuleKey::INTERFACE);
+                tables.rules.get(&RuleKey { of, kind, id }).copied()
+            };
+            assert_eq!([said(3), said(9)], [wanted, Some(EXCLUDED)], "{mode:?}");
+        }
+    }
+
+    /// Each line has whether plain connections go to the proxy if the mode is `auto`, the mode that results, whether the agent
+    /// has certificates, the service account, and the flags that result.
     #[test]
     fn with_auto_only_judged_connections_come_by_the_proxy() {
         let flags = [
@@ -289,22 +345,13 @@ mod tests {
             Enrolled::ONLY_HBONE,
             Enrolled::REFUSES_SERVICES,
         ];
-        for (auto, tunnels, account, wanted) in [
-            (
-                Some(false),
-                true,
-                "web",
-                [true, false, true, true, true, false],
-            ),
-            (
-                Some(true),
-                true,
-                "web",
-                [true, true, true, true, true, false],
-            ),
-            (None, true, "web", [true, true, true, true, false, false]),
-            (None, true, "", [true, true, true, false, false, true]),
-            (None, false, "web", [true, true, false, false, false, true]),
+        for (auto, mode, tunnels, account, wanted) in [
+            (Some(false), Mode::Proxy, true, "web", "101110"),
+            (Some(true), Mode::Proxy, true, "web", "111110"),
+            (None, Mode::Proxy, true, "web", "111100"),
+            (None, Mode::Proxy, true, "", "111001"),
+            (None, Mode::Proxy, false, "web", "110001"),
+            (None, Mode::Kernel, true, "web", "000001"),
         ] {
             let of_node = Member::of_node(&Snapshot::default());
             let workload = Workload {
@@ -313,7 +360,7 @@ mod tests {
             };
             let member = Member {
                 policy: Policy {
-                    mode: Mode::Proxy,
+                    mode,
                     // `mesh.unsupported: deny`.
                     refused: Some(Box::default()),
                     ..Policy::default()
@@ -325,8 +372,12 @@ mod tests {
             let mut tables = Captured::default();
             let mut enroller = Enroller::after(&tables, false, tunnels);
             let entry = enroller.enrol(&member, &mut tables);
-            let found = flags.map(|flag| entry.flags & flag != 0);
-            assert_eq!(found, wanted, "{auto:?} {tunnels} {account}");
+            let found = flags.map(|flag| u8::from(entry.flags & flag != 0).to_string());
+            assert_eq!(
+                found.concat(),
+                wanted,
+                "{auto:?} {mode:?} {tunnels} {account}"
+            );
         }
     }
 

@@ -262,3 +262,177 @@ fn wrong_parent(service: &Service) -> Option<&'static str> {
         _ => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use model::{Named, Records, ServicePort};
+
+    use super::*;
+
+    /// A Service with the ports 80 and 81 of TCP, and 82 of UDP; each has a name such as `p80`.
+    fn service() -> Service {
+        let port = |port: u16, protocol| ServicePort {
+            name: format!("p{port}").into(),
+            ..ServicePort::new(port, protocol)
+        };
+        let ports = [
+            port(80, Protocol::Tcp),
+            port(81, Protocol::Tcp),
+            port(82, Protocol::Udp),
+        ];
+        Service {
+            cluster_ips: smallvec::smallvec![[10, 96, 0, 1].into()],
+            ports: ports.into_iter().collect(),
+            ..Service::new(ServiceName::new("shop", "web"), ServiceType::ClusterIp)
+        }
+    }
+
+    /// A route, as `TCP a@7! 80 p81 82=p82`: kind, name, age, `!` if it is not supported, and the ports of its parents: by
+    /// number, by name or by both; `*`: all.
+    fn route(text: &str) -> Arc<Route> {
+        let mut words = text.split(' ');
+        let kind = match words.next().unwrap() {
+            "GRPC" => RouteKind::Grpc,
+            "HTTP" => RouteKind::Http,
+            "TLS" => RouteKind::Tls,
+            _ => RouteKind::Tcp,
+        };
+        let name = words.next().unwrap();
+        let (name, age) = name
+            .trim_end_matches('!')
+            .split_once('@')
+            .unwrap_or((name, ""));
+        let parent = |text: &str| Parent {
+            service: service().name,
+            port: text.split('=').find_map(|text| text.parse().ok()),
+            section: text
+                .split('=')
+                .find(|text| text.starts_with('p'))
+                .map(Into::into),
+        };
+        Arc::new(Route {
+            name: RouteName {
+                namespace: "shop".into(),
+                name: name.trim_end_matches('!').into(),
+                kind,
+            },
+            created: age.parse().ok(),
+            unsupported: text.contains('!').then(|| "spec.rules".into()),
+            parents: words.map(parent).collect(),
+            abroad: None,
+            backends: Vec::new(),
+        })
+    }
+
+    fn decide(service: Option<&Service>, routes: &str) -> Claims {
+        let mut routes: Vec<_> = routes.split(", ").map(route).collect();
+        sort(&mut routes);
+        Claims::of(&self::service().name, service, &routes)
+    }
+
+    /// Each line has routes, the ports that each has, and the words of the sentences about other ports.
+    #[test]
+    fn ports_go_to_the_route_that_says_most_and_then_to_the_oldest() {
+        const ANOTHER: &str = "another route claims it";
+        const NEEDED: &str = "a has it, too";
+        for (routes, won, lost) in [
+            ("TCP a *", "a 80 81", &[][..]),
+            ("TCP a 81", "a 81", &[]),
+            ("TCP a p81", "a 81", &[]),
+            ("TCP a 80=p80", "a 80", &[]),
+            ("TCP a 80=p81", "", &["Service shop/web has no TCP port"]),
+            ("TCP a 82 99", "", &["Service shop/web has no TCP port"]),
+            (
+                "TCP b *, TCP a *",
+                "a 80 81",
+                &["port 80 of Service shop/web and 1 more"],
+            ),
+            (
+                "TCP a@2 *, TCP b@1 80",
+                "b 80, a 81",
+                &["port 80 of Service shop/web: "],
+            ),
+            (
+                "TCP a 80 81, TCP b@1 81",
+                "b 81, a 80",
+                &["port 81 of Service shop/web: "],
+            ),
+            ("TCP a@1 80, HTTP b 80", "b 80", &["b comes before it"]),
+            ("HTTP a@1 80, GRPC b *", "b 80 81", &["b comes before it"]),
+            ("TLS a@1 80, TCP b 80", "b 80", &["b comes before it"]),
+            ("TCP a! 80, TCP b *", "b 81", &["spec.rules", NEEDED]),
+            ("TCP a! *, TCP b 81", "", &["spec.rules", NEEDED]),
+            ("HTTP a! 80, TCP b *", "b 80 81", &["spec.rules"]),
+            ("TLS a *", "a 80 81", &[]),
+            ("TLS a 80, TLS b 81", "a 80, b 81", &[]),
+            ("TLS a 80, TLS b 80", "", &[ANOTHER, ANOTHER]),
+            ("TLS a *, TLS b *", "", &[ANOTHER, ANOTHER]),
+            ("TLS a *, TLS b 80", "a 81", &[ANOTHER, ANOTHER]),
+            ("TLS a! 80, TLS b 80", "", &["spec.rules", ANOTHER]),
+        ] {
+            let service = service();
+            let claims = decide(Some(&service), routes);
+            let found = claims.won.iter().map(|(route, ports)| {
+                let ports = ports
+                    .iter()
+                    .map(|at| format!(" {}", service.ports[*at].port));
+                format!("{}{}", route.name.name, ports.collect::<String>())
+            });
+            assert_eq!(found.collect::<Vec<_>>().join(", "), won, "{routes}");
+            assert_eq!(claims.lost.len(), lost.len(), "{routes}: {:?}", claims.lost);
+            for ((_, reason, text), wanted) in claims.lost.iter().zip(lost) {
+                assert!(text.contains(wanted), "{routes}: {text}");
+                let is_conflict = text.contains("comes before it");
+                let no_parent = text.contains("has no TCP port");
+                let wanted = match (is_conflict, no_parent) {
+                    (true, _) => CONFLICTED,
+                    (_, true) => NO_PARENT,
+                    _ => UNSUPPORTED,
+                };
+                assert_eq!(*reason, wanted, "{routes}: {text}");
+            }
+        }
+    }
+
+    #[test]
+    fn only_services_with_a_cluster_ip_of_our_own_are_split() {
+        let elsewhere = Records::Object(Box::new(Named {
+            elsewhere: true,
+            ..Named::default()
+        }));
+        let of = |kind| Service { kind, ..service() };
+        let headless = Service {
+            cluster_ips: smallvec::smallvec![],
+            ..service()
+        };
+        let others = Service {
+            records: elsewhere,
+            ..service()
+        };
+        for (service, wanted) in [
+            (None, "there is no Service shop/web"),
+            (
+                Some(of(ServiceType::HostPort)),
+                "Service shop/web does not exist",
+            ),
+            (
+                Some(of(ServiceType::Entry)),
+                "Service shop/web does not exist",
+            ),
+            (
+                Some(of(ServiceType::ExternalName)),
+                "Service shop/web is of type ExternalName",
+            ),
+            (Some(others), "Service shop/web is left to another proxy"),
+            (Some(headless), "Service shop/web is headless"),
+        ] {
+            let claims = decide(service.as_ref(), "TCP a *, TCP b 80");
+            assert!(claims.won.is_empty() && claims.lost.len() == 2, "{wanted}");
+            for (_, reason, text) in claims.lost {
+                assert!(reason == NO_PARENT && text.starts_with(wanted), "{text}");
+            }
+        }
+        let node_port = of(ServiceType::NodePort);
+        assert_eq!(decide(Some(&node_port), "TCP a *").won.len(), 1);
+    }
+}

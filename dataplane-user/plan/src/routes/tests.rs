@@ -1,4 +1,4 @@
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 
 use model::{
     At, Backend, BackendRef, EntryPort, EntryResolution, ExportTo, Host, Location, Parent,
@@ -349,6 +349,60 @@ fn a_namespace_that_leads_to_too_many_endpoints_loses_its_last_services_by_name(
     world.services.insert(fewer.name.clone(), fewer);
     let outcome = routes.take(world.sources());
     assert_eq!(split(&outcome), [true, true, false, true]);
+}
+
+/// Clients from outside may reach a backend of another Service only if a grant of the backend's namespace allows it.
+#[test]
+fn a_service_that_is_reached_from_outside_needs_a_grant() {
+    let outside = Ipv4Addr::new(192, 0, 2, 1).into();
+    let exposed: [(&str, fn(&mut Service, IpAddr)); 4] = [
+        ("", |_, _| ()),
+        ("external", |of, addr| of.external_ips.push(addr)),
+        ("balancer", |of, addr| of.load_balancer_ips.push(addr)),
+        ("port", |of, _| of.ports[0].node_port = Some(30_000)),
+    ];
+    // The grant's kind of routes, the namespace that it is for, and its Service.
+    let grants = [
+        (None, false),
+        (Some((RouteKind::Tcp, "one", None)), true),
+        (Some((RouteKind::Tcp, "one", Some("to"))), true),
+        (Some((RouteKind::Tcp, "one", Some("other"))), false),
+        (Some((RouteKind::Tls, "one", None)), false),
+        (Some((RouteKind::Tcp, "evil", None)), false),
+    ];
+    let backend = ServiceName::new("two", "to");
+    for (how, expose) in exposed {
+        let mut world = World::default();
+        let mut from = service(0, "from", 1, 1);
+        expose(&mut from, outside);
+        for made in [from, service(1, "to", 1, 2)] {
+            world.services.insert(made.name.clone(), Arc::new(made));
+        }
+        let to = vec![BackendTo::Service(backend.clone())];
+        let mut made = route(0, "r", RouteKind::Tcp, to);
+        made.parents.push(parent(0, "from", None));
+        world.routes.insert(made.name.clone(), Arc::new(made));
+        let mut routes = Routes::within(MOST);
+        for (grant, allows) in &grants {
+            let name = ServiceName::new("two", "g");
+            let grant_of = |(kind, namespace, to): &(RouteKind, &str, Option<&str>)| {
+                let made = Grant {
+                    name: name.clone(),
+                    from: [(*kind, (*namespace).into())].into(),
+                    to: to.map(|to| [to.into()].into()),
+                };
+                (name.clone(), Arc::new(made))
+            };
+            world.grants = grant.iter().map(grant_of).collect();
+            // Also if the grant has come, changed or gone since.
+            routes.take(world.sources());
+            let says = said(&routes);
+            let may = how.is_empty() || *allows;
+            assert_eq!(says.is_empty(), may, "{how} {grant:?}: {says:?}");
+            let is_meant = |of: &Problem| of.text.contains("ReferenceGrant");
+            assert!(says.iter().all(is_meant), "{says:?}");
+        }
+    }
 }
 
 /// Returns the time for `count` routes with `count` of each other object that an author can write against the number of
