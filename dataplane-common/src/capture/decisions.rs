@@ -321,6 +321,22 @@ pub fn inbound<T: Rules>(tables: &T, local: &Local, port: u32, interface: u32) -
     }
 }
 
+/// Returns a workload as it is at the addresses of its network namespace that are not in `LOCALS`, if Istio's policies decide about
+/// connections to it.
+#[inline(always)]
+pub const fn judged_at(enrolled: &Enrolled, netns: u64) -> Option<Local> {
+    if enrolled.flags & Enrolled::JUDGES_INBOUND == 0 {
+        return None;
+    }
+    Some(Local {
+        netns,
+        policy: enrolled.policy,
+        flags: enrolled.flags,
+        workload: enrolled.workload,
+        resolvers: 0,
+    })
+}
+
 /// Returns what Istio's policies say about a client without an identity that connects to a workload with
 /// [`Enrolled::JUDGES_INBOUND`]: [`CAPTURED`] if they allow it. If the tables lack a rule, the client is refused, too.
 #[inline(always)]

@@ -62,7 +62,8 @@ mod word;
 
 pub use decisions::{
     Circumstances, Rules, by_interface, decide_datagram, decide_outbound, excludes_user, exempts,
-    inbound, is_exempt, is_query, judged, must_be_plain, outbound, tunnel, without_proxy,
+    inbound, is_exempt, is_query, judged, judged_at, must_be_plain, outbound, tunnel,
+    without_proxy,
 };
 pub use fields::Field;
 pub use traffic::{Meter, MeterSets, TRAFFIC, Traffic, TrafficKey};
@@ -403,8 +404,8 @@ impl RuleKey {
     pub const INTERFACE: u32 = 5;
     /// A local port, or [`RuleKey::ALL_PORTS`]: the value is the number of a set of clients in `RANGES`.
     pub const SOURCES: u32 = 6;
-    /// All ports without a rule of their own.
-    pub const ALL_PORTS: u32 = 1 << 16;
+    /// All ports without a rule of their own. Old rules go in the order of their keys: this one before those of ports.
+    pub const ALL_PORTS: u32 = 0;
 }
 
 /// Value of a rule: its connections are captured.

@@ -8,7 +8,7 @@ use aya_ebpf::{
 };
 use dataplane_common::{
     Addr, Event, Hook, Port, Protocol, Reason,
-    capture::{self, CAPTURED, CaptureConfig, Enrolled, ListenerKey, REFUSED_BY, Tuple},
+    capture::{self, CAPTURED, CaptureConfig, Enrolled, ListenerKey, Local, REFUSED_BY, Tuple},
     reread::Copied,
 };
 
@@ -54,15 +54,15 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         return outbound(ctx, here, addr, port);
     }
     let local = match copy(|| LOCALS.get_ptr(addr)) {
-        Copied::Found(local) => local,
+        Copied::Found(local) if local.netns == here => local,
         Copied::Changing => return DROP,
-        Copied::Absent => return elsewhere(ctx, here, interface, port),
+        // Or another workload's address: a virtual interface's packets may be for it, or a process has added it to an
+        // interface here. The sockets of the other workload take no connections that arrive here.
+        Copied::Found(_) | Copied::Absent => match elsewhere(ctx, here, interface, port) {
+            Ok(local) => local,
+            Err(verdict) => return verdict,
+        },
     };
-    // Another workload's address: a virtual interface's packets may be for it, or a process has added it to an
-    // interface here. The sockets of the other workload take no connections that arrive here.
-    if local.netns != here {
-        return elsewhere(ctx, here, interface, port);
-    }
     let looked_at = Enrolled::INBOUND
         | Enrolled::REFUSES_INBOUND
         | Enrolled::JUDGES_INBOUND
@@ -78,9 +78,8 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     let Some(config) = config() else { return PASS };
     let to_inbound = port == u32::from(config.inbound.host());
     let foreign = config.flags & CaptureConfig::FOREIGN != 0;
-    if let Some(own) = super::local(client)
-        && own.netns == local.netns
-    {
+    let is_own = |own: Local| own.netns == here;
+    if client == addr || super::local(client).is_some_and(is_own) {
         if foreign && to_inbound {
             // The proxy connects to its own port after a connection that had this port as destination (see
             // below). The loop ends here.
@@ -196,21 +195,21 @@ fn outbound(ctx: *mut bpf_sk_lookup, here: u64, addr: Addr, port: u32) -> u32 {
 
 /// A connection whose destination is not an address of this namespace's workload. It is captured if it comes by a
 /// virtual interface: the agent's routing rules bring such connections to the sockets here, for every destination.
+/// `Ok`: the workload has another address here, at which its policies decide as at those that the agent knows. `Err`: the verdict.
 #[inline(always)]
-fn elsewhere(ctx: *mut bpf_sk_lookup, here: u64, interface: u32, port: u32) -> u32 {
+fn elsewhere(ctx: *mut bpf_sk_lookup, here: u64, interface: u32, port: u32) -> Result<Local, u32> {
     let enrolled = match copy(|| NAMESPACES.get_ptr(here)) {
         Copied::Found(enrolled) => enrolled,
-        Copied::Changing => return DROP,
-        Copied::Absent => return PASS,
+        Copied::Changing => return Err(DROP),
+        Copied::Absent => return Err(PASS),
     };
-    if enrolled.flags & Enrolled::VIRTUAL == 0 {
-        return PASS;
-    }
-    let Some(config) = config() else { return PASS };
-    let port = Port::new(port as u16);
-    let mut reason = capture::by_interface(&Live, config, &enrolled, port, interface);
+    let Some(config) = config() else {
+        return Err(PASS);
+    };
+    let at = Port::new(port as u16);
+    let mut reason = capture::by_interface(&Live, config, &enrolled, at, interface);
     if reason == Reason::NotService {
-        return PASS;
+        return capture::judged_at(&enrolled, here).ok_or(PASS);
     }
     if reason == Reason::Captured {
         // SAFETY: a field of the context.
@@ -218,13 +217,13 @@ fn elsewhere(ctx: *mut bpf_sk_lookup, here: u64, interface: u32, port: u32) -> u
         let key = ListenerKey::of_interfaces(here, enrolled.workload, is_v4);
         if assign(ctx, &key) {
             count(reason);
-            return PASS;
+            return Err(PASS);
         }
         // The connection cannot go on without the proxy: its packets come here, and nowhere else.
         reason = Reason::ProxyDown;
     }
     count(reason);
-    DROP
+    Err(DROP)
 }
 
 /// Assigns the connection to a listening socket of the proxy. Returns whether there is one.

@@ -176,6 +176,8 @@ pub struct MeshWorkload {
     /// Whether the kernel enforces Istio's policies for connections to it.
     #[serde(default)]
     pub by_kernel: bool,
+    /// Why the kernel refuses all connections to it, whatever these policies say.
+    pub closed: Option<String>,
     /// Its rules. Of two rules about one subject, only the one that counts. Not in `GET /status`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<MeshRule>,
@@ -197,6 +199,8 @@ pub struct WorkloadPolicies {
     pub enforced_by: Option<String>,
     /// Whether the policies cannot be read, so that no new connection is allowed.
     pub unread: bool,
+    /// Why all connections are refused, whatever the policies say.
+    pub closed: Option<String>,
     /// The policies that select it.
     pub policies: Vec<Policy>,
     /// The decision about the connection that the client asks for.

@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    mem,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -123,14 +124,19 @@ impl Direct {
                 workload: None,
                 gone: Some(now),
             });
-            let before = self.seen.insert(key, counted).unwrap_or_default();
-            if counted == before {
+            let before = self.seen.entry(key).or_default();
+            let refused_by = key.refused_by();
+            // The agent names a policy after it has written the tables.
+            let is_unnamed = refused_by.is_some_and(|by| {
+                ![0, TrafficKey::NOT_ALLOWED].contains(&by) && !self.refusers.contains_key(&by)
+            });
+            if counted == *before || is_unnamed {
                 continue;
             }
+            let before = mem::replace(before, counted);
             let Some(workload) = &named.workload else {
                 continue;
             };
-            let refused_by = key.refused_by();
             let (direction, service) = match key.pool {
                 TrafficKey::INBOUND => (Direction::Inbound, None),
                 _ if refused_by.is_some() => (Direction::Inbound, None),
@@ -369,19 +375,24 @@ mod tests {
             };
             (key, traffic)
         };
-        let mut update = |counted: &[(TrafficKey, Traffic)]| {
+        let update = |direct: &mut Direct, counted: &[(TrafficKey, Traffic)]| {
             let refused = direct.update(counted.to_vec(), |_| None, |_| None, Instant::now());
             let refused = refused.into_iter().map(|of| (of.by, of.count));
             refused.collect::<Vec<_>>()
         };
         // The last number belongs to no policy: 0 is for policies that cannot be read.
         let first = [entry(7, 2), entry(TrafficKey::NOT_ALLOWED, 1), entry(0, 4)];
-        assert_eq!(update(&first), [(Some(policy.clone()), 2), (None, 1)]);
-        assert_eq!(update(&[entry(7, 5)]), [(Some(policy), 3)]);
+        let named = [(Some(policy.clone()), 2), (None, 1)];
+        assert_eq!(update(&mut direct, &first), named);
+        let more = [(Some(policy.clone()), 3)];
+        assert_eq!(update(&mut direct, &[entry(7, 5)]), more);
+        assert_eq!(update(&mut direct, &[entry(8, 2)]), []); // Named later.
+        direct.name_refusers(vec![(8, policy.clone())]);
+        assert_eq!(update(&mut direct, &[entry(8, 2)]), [(Some(policy), 2)]);
         let all = direct.ledger.iter();
         let all = all.map(|(labels, of)| (labels.key.direction, labels.key.flag, of.totals.failed));
         let all: Vec<_> = all.collect();
-        assert_eq!(all, [(Direction::Inbound, Flag::Denied, 10)]);
+        assert_eq!(all, [(Direction::Inbound, Flag::Denied, 12)]);
     }
 
     #[test]

@@ -62,7 +62,8 @@ impl State {
             } else {
                 by_proxy().then_some("proxy")
             };
-            told(&snapshot, &name, by, client.as_ref())
+            let told = told(&snapshot, &name, by, client.as_ref());
+            closed(told, of.closed)
         });
         let items: Vec<_> = items.collect();
         match wanted.filter(|_| items.is_empty()) {
@@ -98,8 +99,25 @@ fn told(
         workload: name.to_string(),
         enforced_by: by.map(str::to_owned),
         unread: policies.unread,
+        closed: None,
         policies: list(snapshot, &policies),
         decision,
+    }
+}
+
+/// Adds why all connections to a workload are refused, if they are.
+fn closed(told: api::WorkloadPolicies, why: Option<String>) -> api::WorkloadPolicies {
+    let decision = told.decision.map(|mut decision| {
+        decision.allowed &= why.is_none();
+        decision
+            .steps
+            .extend(why.as_ref().map(|why| format!("denied: {why}")));
+        decision
+    });
+    api::WorkloadPolicies {
+        closed: why,
+        decision,
+        ..told
     }
 }
 
@@ -228,7 +246,12 @@ mod tests {
                 "PeerAuthentication shop/web mTLS: port 81: STRICT | "
             ]
         );
-        assert!(found.decision.unwrap().allowed);
+        assert!(found.decision.as_ref().unwrap().allowed);
+        let refused = closed(found, Some("too many".to_owned()));
+        assert_eq!(refused.closed.as_deref(), Some("too many"));
+        let refused = refused.decision.unwrap();
+        assert!(!refused.allowed);
+        assert_eq!(refused.steps.last().unwrap(), "denied: too many");
         let denied = told(81).decision.unwrap();
         assert!(!denied.allowed);
         let last = denied.steps.last().unwrap();

@@ -45,6 +45,7 @@ pub fn mesh_workload(enrolment: &Enrolment) -> api::MeshWorkload {
         problem: problem.map(|problem| problem.text.clone()),
         problem_of_node: problem.is_some_and(|problem| problem.of_node),
         by_kernel: enrolment.by_kernel,
+        closed: enrolment.closed.map(str::to_owned),
         rules: enrolment.rules.iter().map(mesh_rule).collect(),
     }
 }

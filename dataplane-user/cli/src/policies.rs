@@ -17,7 +17,8 @@ use terminal::{
 /// the agent has read them, and the parts that it cannot read or does not evaluate. With --from and --port, shows the decision about a
 /// connection rule by rule, by the evaluator that the proxy uses. Sends nothing.
 ///
-/// The agent's proxy enforces the policies of workloads in the mode `proxy`, and the kernel those of workloads in the mode `kernel`.
+/// The agent's proxy enforces the policies of workloads in the mode `proxy`, and the kernel those of workloads in the mode `kernel`. The
+/// mode `auto` is as `proxy` with mesh.identity, and as `kernel` without it.
 /// Nothing enforces the policies of workloads whose inbound connections are not captured at their sockets.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -116,11 +117,14 @@ fn text(out: &mut dyn Write, told: &[WorkloadPolicies]) -> std::io::Result<()> {
                 "Istio's policies cannot be read: each new connection is refused",
             )?;
         }
+        if let Some(why) = &of.closed {
+            warn(out, why)?;
+        }
         match &of.enforced_by {
             Some(by) => writeln!(out, "  {DIM}enforced by the {by}{DIM:#}")?,
             None => warn(
                 out,
-                "nothing on this node enforces these policies: the workload's inbound connections are not captured at its sockets",
+                "nothing on this node enforces these policies: the workload's inbound connections are not captured at its sockets, or it has a problem in dataplane status",
             )?,
         }
         if of.policies.is_empty() {
@@ -158,6 +162,7 @@ mod tests {
             workload: "shop/web".to_owned(),
             enforced_by: None,
             unread: true,
+            closed: Some("too many ranges".to_owned()),
             policies: vec![Policy {
                 name: "AuthorizationPolicy shop/web".to_owned(),
                 action: "DENY".to_owned(),
@@ -177,7 +182,8 @@ mod tests {
             out,
             "shop/web
   Istio's policies cannot be read: each new connection is refused
-  nothing on this node enforces these policies: the workload's inbound connections are not captured at its sockets
+  too many ranges
+  nothing on this node enforces these policies: the workload's inbound connections are not captured at its sockets, or it has a problem in dataplane status
   AuthorizationPolicy shop/web: DENY (dry run)
     (port 80)
     spec.rules: not read

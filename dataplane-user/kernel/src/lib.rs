@@ -301,7 +301,7 @@ impl Kernel {
         }
         self.capture.detach_others(&self.pins, |cookie| {
             let entry = wanted.namespaces.get(&cookie);
-            entry.is_some_and(|entry| entry.flags & Enrolled::LOOKED_UP != 0)
+            entry.is_some_and(capture::keeps_program)
         })?;
         Ok(failed)
     }

@@ -28,19 +28,21 @@ const HANDSHAKE: Duration = Duration::from_secs(130);
 
 impl Mesh {
     /// Ends the connections that went directly to workloads and that their policies forbid, after each change of the policies. Returns
-    /// the failures, which it tries again at the next call. Policies that cannot be read end no connection.
+    /// the failures, which it tries again at the next call. Policies that cannot be read end no connection. `is_enforced`: whether new
+    /// connections to a workload are judged; if not, this waits until they are.
     pub(super) fn end_forbidden(
         &mut self,
         kernel: &Kernel,
         snapshot: &Snapshot,
         enrolled: &[(&Member, &Namespace, u32)],
+        is_enforced: impl Fn(&Member) -> bool,
     ) -> Vec<String> {
         let mut failed = Vec::new();
         let mut before = mem::take(&mut self.judged);
         for (member, namespace, flags) in enrolled {
             // With `auto`, direct connections can be forbidden only if a policy selects the workload.
             let to_proxy = member.auto.is_some() && flags & Enrolled::INBOUND != 0;
-            if !to_proxy && !member.by_kernel {
+            if !to_proxy && !member.by_kernel || !is_enforced(member) {
                 continue;
             }
             let (name, labels) = (&member.workload.name, &member.workload.labels);
@@ -55,10 +57,9 @@ impl Mesh {
             let is_new = last.as_ref().is_none_or(|(last, _)| *last != policies);
             let mut again = last.and_then(|(_, again)| again);
             if is_new || again.is_some_and(|again| again <= now) {
-                // A dry run changes nothing.
                 let is_forbidden = |client: SocketAddr, own| {
                     let connection = Connection::new(None, client.ip(), own);
-                    !policies.decide(&connection).is_allowed()
+                    !policies.reason(&connection).is_allowed()
                 };
                 let number = self.enroller.number(name);
                 match kernel.end_arrived(namespace, number, is_forbidden) {

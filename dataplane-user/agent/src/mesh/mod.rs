@@ -41,7 +41,7 @@ use kernel::{Capture, CaptureOptions, namespaces};
 use model::{Place, Snapshot, WorkloadName};
 use plan::{
     Captured,
-    enrol::{Enroller, Member, MeshStatements, members},
+    enrol::{Enroller, Judge, Member, MeshStatements, members},
 };
 use proxy::{Observer, Proxy, handover::Named};
 use relay::raise_open_files;
@@ -189,6 +189,8 @@ pub struct Mesh {
     shortage: Option<String>,
     /// The namespaces whose objects of Istio's the log has named, and when each last had some.
     limited: HashMap<Arc<str>, Instant>,
+    /// Decides about the clients of workloads without a proxy.
+    judge: Judge,
     /// The policies by which direct connections were judged.
     judged: Judged,
     /// Workloads that should be here and are not, and since when.
@@ -282,6 +284,7 @@ impl Mesh {
             trouble: None,
             shortage: None,
             limited: HashMap::new(),
+            judge: Judge::default(),
             judged: Judged::new(),
             absent: HashMap::new(),
             homes: HashMap::new(),

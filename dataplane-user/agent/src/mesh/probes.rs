@@ -24,10 +24,31 @@ pub struct Kubelets {
     pub with_pods: Vec<PathBuf>,
 }
 
+impl Kubelets {
+    /// Returns a warning if there are none. `names`: those by which they were looked for below `root`.
+    fn missing(&self, root: &Path, names: &[String]) -> Option<String> {
+        let is_missing = self.found.is_empty() && self.with_pods.is_empty() && !names.is_empty();
+        is_missing.then(|| {
+            format!(
+                "no cgroup of a kubelet is found below {}, so policies that refuse connections also refuse the kubelet's probes, and \
+                 the kubelet restarts these Pods: name its cgroup in mesh.probes.cgroups, or use an empty list if there is no \
+                 kubelet; looked for {}",
+                root.display(),
+                names.join(", ")
+            )
+        })
+    }
+}
+
 impl Mesh {
     /// Has the programs recognise the kubelet's connections, before any connection is captured. Without workloads, none is.
-    /// Returns the problems.
-    pub(super) fn leave_probes_alone(&self, kernel: &Kernel, has_workloads: bool) -> Vec<String> {
+    /// `may_refuse`: whether policies may refuse connections to a workload. Returns the problems.
+    pub(super) fn leave_probes_alone(
+        &self,
+        kernel: &Kernel,
+        has_workloads: bool,
+        may_refuse: impl FnOnce() -> bool,
+    ) -> Vec<String> {
         let names = if has_workloads {
             self.config.probes.cgroups()
         } else {
@@ -51,7 +72,9 @@ impl Mesh {
         });
         let failed = kernel.set_probers(&kubelets.found).err();
         let failed = failed.map(|error| captured(error.to_string()));
-        with_pods.chain(failed).collect()
+        let missing = kubelets.missing(&self.cgroup, &names);
+        let missing = missing.filter(|_| may_refuse());
+        with_pods.chain(failed).chain(missing).collect()
     }
 }
 
@@ -163,12 +186,19 @@ mod tests {
             ])
         );
         assert_eq!(found(&["kubelet"]), paths(&[]));
+        for (name, wanted) in [("kubelet", true), ("kubelet.service", false)] {
+            let names = [name.to_owned()];
+            let found = kubelets(root.path(), &names).unwrap();
+            assert_eq!(found.missing(root.path(), &names).is_some(), wanted);
+        }
+        assert_eq!(Kubelets::default().missing(root.path(), &[]), None);
         let none = root.path().join("none");
         assert!(kubelets(&none, &["a".to_owned()]).unwrap().found.is_empty());
         // As with `--cgroup-root`.
         let with_pods = root.path().join("podruntime/kubelet");
         fs::create_dir(with_pods.join("kubepods.slice")).unwrap();
         let looked = kubelets(root.path(), &["podruntime/kubelet".to_owned()]).unwrap();
+        assert_eq!(looked.missing(root.path(), &["kubelet".to_owned()]), None);
         assert_eq!((looked.found.len(), looked.with_pods), (0, vec![with_pods]));
     }
 }

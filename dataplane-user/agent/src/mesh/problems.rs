@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, btree_map::Entry};
 
+use dataplane_common::capture::Enrolled;
 use model::WorkloadName;
 use plan::enrol::Problem;
 use tracing::{error, info};
@@ -49,9 +50,28 @@ impl Problems {
     }
 }
 
+/// The problem of a workload to whose network namespace no program is attached. `flags`: those of its entry.
+pub(super) fn not_attached(error: &str, flags: u32) -> Problem {
+    let consequence = if flags & Enrolled::JUDGES_INBOUND == 0 {
+        ""
+    } else {
+        "; Istio's policies have no effect: connections that they forbid pass"
+    };
+    Problem::of_node(format!("{error}{consequence}"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_failure_says_that_policies_have_no_effect() {
+        for (flags, wanted) in [(Enrolled::JUDGES_INBOUND, true), (Enrolled::INBOUND, false)] {
+            let text = not_attached("cannot attach: EPERM", flags).text;
+            assert!(text.starts_with("cannot attach: EPERM"), "{text}");
+            assert_eq!(text.contains("connections that they forbid pass"), wanted);
+        }
+    }
 
     #[test]
     fn a_workload_with_a_problem_of_the_nodes_has_one_of_the_nodes() {

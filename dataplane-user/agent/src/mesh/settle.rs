@@ -1,6 +1,7 @@
 //! Brings capture in line with a snapshot: [`Mesh::settle`] has the order of the phases.
 
 use std::{
+    collections::BTreeSet,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -12,7 +13,7 @@ use plan::{
     Captured,
     enrol::{
         Enrolment, Member, Problem, Retained, Unknown, consequence, fit_addresses, known, limited,
-        members, missing_root, unread, unusable_waypoints,
+        may_be_refused, members_again, missing_root, unread, unusable_waypoints,
     },
 };
 use proxy::{Proxy, handover};
@@ -24,7 +25,7 @@ use super::{
     dns::Dns,
     found::Found,
     guard,
-    problems::Problems,
+    problems::{Problems, not_attached},
 };
 
 /// The problem of a workload whose rules do not fit.
@@ -76,6 +77,8 @@ struct Draft {
     trouble: Option<String>,
     /// As [`Settled::left_out`].
     left_out: Vec<String>,
+    /// The workloads whose policies the kernel enforces.
+    by_kernel: BTreeSet<WorkloadName>,
 }
 
 impl Draft {
@@ -98,7 +101,7 @@ impl Mesh {
         snapshot: &Snapshot,
     ) -> Result<Settled, kernel::Error> {
         let snapshot = &self.cni.complete(snapshot);
-        let members = members(&self.said, snapshot);
+        let members = members_again(&self.said, snapshot, &mut self.judge);
         self.certify(&members);
         let of_node = Member::of_node(snapshot);
         let held = kernel.capture().held();
@@ -118,7 +121,10 @@ impl Mesh {
         self.complete_tables(kernel.capture(), &view, &mut placed, guard, &mut draft);
         self.write(kernel, &view, &placed, guard, &mut draft)?;
         if !view.waits {
-            let failed = self.end_forbidden(kernel, snapshot, &placed.enrolled);
+            let is_enforced = |member: &Member| {
+                !member.by_kernel || draft.by_kernel.contains(&member.workload.name)
+            };
+            let failed = self.end_forbidden(kernel, snapshot, &placed.enrolled, is_enforced);
             draft.left_out.extend(failed);
         }
         self.close_sockets(&view, &placed, &draft);
@@ -349,9 +355,17 @@ impl Mesh {
             .collect();
         self.unroute_interfaces(&view.found, &draft.wanted);
         let has_workloads = !draft.wanted.locals.is_empty();
+        let istio = &view.snapshot.istio;
+        let may_refuse = || {
+            enrolled.iter().any(|(member, _, flags)| {
+                let is_judged = flags & Enrolled::LOOKED_UP != 0;
+                flags & Enrolled::REFUSES_INBOUND != 0
+                    || is_judged && may_be_refused(istio, &member.workload)
+            })
+        };
         draft
             .left_out
-            .extend(self.leave_probes_alone(kernel, has_workloads));
+            .extend(self.leave_probes_alone(kernel, has_workloads, may_refuse));
         let failed = kernel.set_captured(&draft.wanted, placed.levels, &inbound, guard)?;
         self.guarded = guard;
         let problems = &mut draft.problems;
@@ -359,9 +373,12 @@ impl Mesh {
             let failed = |cookie| failed.contains_key(&cookie);
             self.route_interfaces(enrolled, &placed.machines, failed, problems);
         }
-        for (member, namespace, _) in enrolled {
+        for (member, namespace, flags) in enrolled {
+            let name = &member.workload.name;
             if let Some(error) = failed.get(&namespace.cookie) {
-                problems.add(&member.workload.name, Problem::of_node(error));
+                problems.add(name, not_attached(&error.to_string(), *flags));
+            } else if member.by_kernel {
+                draft.by_kernel.insert(name.clone());
             }
         }
         Ok(())
@@ -392,12 +409,16 @@ impl Mesh {
     fn report(&mut self, members: Vec<Member>, by_sockets: bool, draft: Draft) -> Settled {
         draft.problems.tell(&self.problems);
         self.problems = draft.problems;
-        let enrolment = |member: Member| Enrolment {
-            number: self.enroller.number(&member.workload.name),
-            problem: self.problems.of(&member.workload.name).cloned(),
-            rules: member.rules,
-            by_kernel: member.by_kernel,
-            workload: member.workload,
+        let enrolment = |member: Member| {
+            let by_kernel = draft.by_kernel.contains(&member.workload.name);
+            Enrolment {
+                number: self.enroller.number(&member.workload.name),
+                problem: self.problems.of(&member.workload.name).cloned(),
+                rules: member.rules,
+                by_kernel,
+                closed: member.closed.filter(|_| by_kernel),
+                workload: member.workload,
+            }
         };
         let workloads: Vec<_> = members.into_iter().map(enrolment).collect();
         let shortage = self.proxy.as_ref().and_then(Proxy::shortage);

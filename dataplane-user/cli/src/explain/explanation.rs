@@ -11,8 +11,8 @@ use super::capture::Outcome;
 pub struct Explanation {
     pub source: String,
     pub destination: String,
-    /// `translated`, `refused` or `left-alone`. Also `captured` for a connection of a workload, and `no-address` if the
-    /// name has no address that is known here.
+    /// `translated`, `refused` or `left-alone`. Also the verdicts of [`Outcome`] for a connection of a workload, and
+    /// `no-address` if the name has no address that is known here.
     pub verdict: &'static str,
     /// The word of the [`Reason`]. For a name without an address `not-found`, or `resolvers` if the agent would ask
     /// them.

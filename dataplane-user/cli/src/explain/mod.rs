@@ -285,6 +285,9 @@ impl ExplainArgs {
                 Source::Socket(socket) => client.address = Some(socket.ip()),
                 _ => {}
             }
+            if let Some(namespace) = namespace.filter(|_| client.address.is_none()) {
+                client.address = mesh.address_in(namespace.cookie, to.addr.is_ipv4());
+            }
             let mut inbound = mesh.inbound(&client, to);
             if let Some(told) = &mut inbound {
                 told.judge(&self.socket.client(), client.address, to);

@@ -24,8 +24,9 @@ use super::names::Names;
 ///
 /// One line for each connection to a service, and for each datagram of an unconnected socket: time,
 /// client, address, endpoint and reason. Of packets, the first packet of each flow, and each
-/// refused packet. At `lookup`, each connection that is refused when it arrives at a captured workload. With `--hook dns`, the DNS queries that the agent answers. Costs nothing while
-/// `monitor` does not run. Ctrl-C ends it.
+/// refused packet. At `lookup`, each connection that Istio's policies or `mesh.unsupported: deny` refuse
+/// when it arrives at a captured workload. With `--hook dns`, the DNS queries that the agent answers.
+/// Costs nothing while `monitor` does not run. Ctrl-C ends it.
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:

@@ -39,7 +39,7 @@ pub fn make_room<K: Plain + Ord, V: Plain>(
     table: &Named<K, V>,
     held: &mut BTreeMap<K, V>,
     wanted: &BTreeMap<K, V>,
-    may: impl Fn(&V) -> bool,
+    may: impl Fn(&K, &V) -> bool,
 ) -> Result<(), Error> {
     let new = wanted.keys().filter(|key| !held.contains_key(key)).count();
     if held.len() + new <= table.hash.capacity() as usize {
@@ -49,7 +49,7 @@ pub fn make_room<K: Plain + Ord, V: Plain>(
 }
 
 /// For [`make_room`]: every unwanted entry may go.
-pub fn any<V>(_: &V) -> bool {
+pub fn any<K, V>(_: &K, _: &V) -> bool {
     true
 }
 
@@ -66,10 +66,10 @@ fn remove_if<K: Plain + Ord, V: Plain>(
     table: &Named<K, V>,
     held: &mut BTreeMap<K, V>,
     wanted: &BTreeMap<K, V>,
-    may: impl Fn(&V) -> bool,
+    may: impl Fn(&K, &V) -> bool,
 ) -> Result<(), Error> {
     let gone = held.iter();
-    let gone = gone.filter(|(key, value)| !wanted.contains_key(key) && may(value));
+    let gone = gone.filter(|(key, value)| !wanted.contains_key(key) && may(key, value));
     let gone: Vec<K> = gone.map(|(key, _)| *key).collect();
     for key in gone {
         let removed = table.hash.remove(&key);

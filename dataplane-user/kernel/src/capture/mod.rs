@@ -24,7 +24,8 @@ use dataplane_common::{
     Port,
     capture::{
         CaptureConfig, EXCLUDED, Enrolled, FROM_CLIENT, JUDGED, ListenerKey, Local, MESH_CGROUPS,
-        MESH_DENIES, MESH_DNS, MESH_GUARD, MESH_NAMESPACES, MESH_PACKETS, MESH_PORT, TrafficKey,
+        MESH_DENIES, MESH_DNS, MESH_GUARD, MESH_NAMESPACES, MESH_PACKETS, MESH_PORT, RuleKey,
+        TrafficKey,
     },
 };
 use plan::Captured;
@@ -325,10 +326,10 @@ impl Capture {
             known,
             ..
         } = &self.tables;
-        // A connection that an exclusion does not pass any longer is captured, and nothing is open that was not.
-        let is_exclusion = |said: &u32| [EXCLUDED, JUDGED].contains(said);
-        make_room(rules, &mut held.rules, &wanted.rules, is_exclusion)?;
-        make_room(ranges, &mut held.ranges, &wanted.ranges, is_exclusion)?;
+        let of_range = |_: &_, said: &u32| is_exclusion(None, *said);
+        let of_rule = |key: &RuleKey, said: &u32| is_exclusion(Some(key.kind), *said);
+        make_room(rules, &mut held.rules, &wanted.rules, of_rule)?;
+        make_room(ranges, &mut held.ranges, &wanted.ranges, of_range)?;
         make_room(known, &mut held.known, &wanted.known, any)?;
         make_room(locals, &mut held.locals, &wanted.locals, any)?;
         let in_namespaces = &mut held.namespaces;
@@ -422,6 +423,18 @@ impl Capture {
     }
 }
 
+/// Whether an old rule or range may go before the new ones are there: a connection that an exclusion does not pass any longer is
+/// captured, and nothing is open that was not. `kind`: that of a rule. The value of [`RuleKey::SOURCES`] is a number.
+fn is_exclusion(kind: Option<u32>, said: u32) -> bool {
+    kind != Some(RuleKey::SOURCES) && [EXCLUDED, JUDGED].contains(&said)
+}
+
+/// Whether a program that is attached to a workload's network namespace stays, also while it has nothing to do: attaching takes long,
+/// and policies come and go.
+pub(super) fn keeps_program(entry: &Enrolled) -> bool {
+    entry.flags & Enrolled::CAPTURED != 0
+}
+
 /// Whether any workload's connections go to a proxy.
 fn has_proxy(captured: &Captured) -> bool {
     let enrolled = captured
@@ -443,4 +456,42 @@ fn denies(captured: &Captured) -> bool {
         .chain(captured.cgroups.values());
     let mut flags = enrolled.map(|enrolled| enrolled.flags);
     flags.any(|flags| flags & Enrolled::EGRESS_DENY != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_of_a_set_is_no_exclusion() {
+        for (kind, said, wanted) in [
+            (None, EXCLUDED, true),
+            (None, JUDGED, true),
+            (None, 1, false),
+            (Some(RuleKey::INBOUND_PORT), EXCLUDED, true),
+            (Some(RuleKey::SOURCES), EXCLUDED, false),
+            (Some(RuleKey::SOURCES), JUDGED, false),
+        ] {
+            assert_eq!(is_exclusion(kind, said), wanted, "{kind:?} {said}");
+        }
+    }
+
+    #[test]
+    fn a_program_stays_as_long_as_the_workload_is_captured() {
+        for (flags, workload, wanted) in [
+            (Enrolled::CAPTURED | Enrolled::JUDGES_INBOUND, 1, true),
+            (Enrolled::CAPTURED, 1, true),
+            // Only its queries are captured; or the guard lets it go.
+            (0, 1, false),
+            (0, 0, false),
+        ] {
+            let entry = Enrolled {
+                policy: 1,
+                flags,
+                workload,
+                resolvers: 1,
+            };
+            assert_eq!(keeps_program(&entry), wanted, "{entry:?}");
+        }
+    }
 }

@@ -2,7 +2,7 @@
 //!
 //! Such a client is known by its address and by the port that it connects to. The rules name ranges of clients and ports. All
 //! addresses whose longest named range is the same, and all ports that no rule names, get the same decision. So one decision of
-//! [`Policies::decide`] for each range and port is enough.
+//! [`Policies::reason`] for each range and port is enough.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -44,6 +44,8 @@ pub struct PlainClients {
     pub ports: BTreeMap<u16, Clients>,
     /// All other ports.
     pub others: Clients,
+    /// Whether they follow from policies of the root namespace alone. The caller of [`Policies::plain_clients`] knows this.
+    pub of_root: bool,
 }
 
 impl PlainClients {
@@ -52,6 +54,7 @@ impl PlainClients {
         Self {
             ports: BTreeMap::new(),
             others: all().map(|range| (range, Verdict::Closed)).collect(),
+            of_root: false,
         }
     }
 
@@ -92,6 +95,8 @@ impl Policies {
         let of_ports = of_ports.flat_map(|(_, ports)| ports.keys());
         let ports = matches.iter().flat_map(|of| of.ports.all());
         let ports: BTreeSet<u16> = ports.chain(of_ports).copied().collect();
+        // No connection has port 0, which stands for all other ports in the tables.
+        let ports: BTreeSet<u16> = ports.into_iter().filter(|port| *port != 0).collect();
         let ranges = matches.iter().flat_map(|of| of.sources.all());
         let ranges = ranges.map(IpNet::trunc).chain(all()).chain([MAPPED.into()]);
         let ranges: BTreeSet<IpNet> = ranges.collect();
@@ -107,14 +112,21 @@ impl Policies {
         };
         let own: Vec<IpAddr> = by_family(true).chain(by_family(false)).copied().collect();
         let decisions = (ports.len() + 1) * ranges.len() * own.len();
-        let values = matches.iter().map(|of| of.count()).sum::<usize>() + matches.len();
+        let values = matches.iter().map(|of| of.count()).sum::<usize>();
+        // Each decision also passes the matches that fit no such client, and the policies whose rules do not count.
+        let all = self.authorizations.iter();
+        let idle = all.filter(|(_, of)| {
+            of.as_ref()
+                .is_none_or(|of| of.dry_run || of.rules.is_empty())
+        });
+        let values = values + self.live().count() + idle.count();
         if decisions > DECISIONS || decisions * values > COMPARISONS {
             return None;
         }
         let decided = |port| {
             decide(&ranges, &own, |client, own| {
                 let connection = Connection::new(None, client, SocketAddr::new(own, port));
-                self.decide(&connection).reason.into()
+                self.reason(&connection).into()
             })
         };
         let unnamed = (1..=u16::MAX).find(|port| !ports.contains(port));
@@ -123,6 +135,7 @@ impl Policies {
         Some(PlainClients {
             ports: ports.filter(|(_, clients)| *clients != others).collect(),
             others,
+            of_root: false,
         })
     }
 
@@ -131,8 +144,13 @@ impl Policies {
         self.matches().any(|of| !of.destinations.is_empty())
     }
 
-    /// Returns all matches of the rules that count.
+    /// Returns all matches of the rules that count, and that may fit a client without an identity.
     fn matches(&self) -> impl Iterator<Item = &Match> {
+        self.live().filter(|of| !of.requires_identity())
+    }
+
+    /// Returns all matches of the rules that count.
+    fn live(&self) -> impl Iterator<Item = &Match> {
         let known = self.authorizations.iter();
         let known = known.filter_map(|(_, of)| of.as_deref());
         let rules = known.filter(|of| !of.dry_run).flat_map(|of| &of.rules);
@@ -206,7 +224,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::{
-        super::{Action, Authorization, Rule, Values},
+        super::{Action, Authorization, Rule, Values, tests::COMPARED},
         *,
     };
 
@@ -296,10 +314,56 @@ mod tests {
         );
     }
 
+    /// Dry runs, and rules that fit no client without an identity, have very many ranges.
+    #[test]
+    fn values_that_decide_nothing_cost_nothing_and_close_nothing() {
+        let own = ["10.9.0.1".parse().unwrap()];
+        let texts = (0..60).map(|of| format!("-10.{of}.0.0/16@{} ", 1000 + of));
+        let mut found = policies(&texts.collect::<String>());
+        let wanted = found.plain_clients(&own).unwrap();
+        let ranges =
+            (0..20_000).map(|of| IpNet::from(Ipv4Net::new_assert(Ipv4Addr::from_bits(of), 32)));
+        let sources = Values {
+            any: ranges.collect(),
+            none: Box::default(),
+        };
+        let principals = Values {
+            any: ["*".into()].into(),
+            none: Box::default(),
+        };
+        for (number, dry_run) in [false, true].into_iter().enumerate() {
+            let of = Match {
+                sources: sources.clone(),
+                principals: if dry_run {
+                    Values::default()
+                } else {
+                    principals.clone()
+                },
+                ..Match::default()
+            };
+            let policy = Authorization {
+                action: Action::Deny,
+                dry_run,
+                rules: [Rule([[of].into()].into())].into(),
+            };
+            let name = PolicyName {
+                namespace: "shop".into(),
+                object: format!("AuthorizationPolicy long{number}").into(),
+            };
+            found
+                .authorizations
+                .insert(0, (name, Some(Arc::new(policy))));
+        }
+        COMPARED.set(0);
+        assert_eq!(found.plain_clients(&own), Some(wanted));
+        let compared = COMPARED.get();
+        assert!(compared <= COMPARISONS, "{compared}");
+    }
+
     #[test]
     fn ports_have_decisions_of_their_own() {
         let own = ["10.9.0.1".parse().unwrap()];
-        let found = policies("-10.0.0.0/8@80 -0.0.0.0/0@81")
+        let found = policies("-10.0.0.0/8@80 -0.0.0.0/0@81 -0.0.0.0/0@0")
             .plain_clients(&own)
             .unwrap();
         let ports = found.ports.iter();

@@ -185,14 +185,21 @@ impl Policies {
     /// Decides about a connection to the workload.
     pub fn decide(&self, connection: &Connection<'_>) -> Decision<'_> {
         let mut dry_run = self.denied(true, connection).collect::<Vec<_>>();
-        let reason = self.refusal(connection).unwrap_or_else(|| {
+        let refusal = self.refusal(connection);
+        if refusal.is_none() {
             // If the workload has policies with ALLOW, a further policy with ALLOW that does not match would change nothing.
             let is_limited = self.of(Action::Allow, false).next().is_some();
             let tried = self.allowed(true, connection);
             dry_run.extend(tried.filter(|of| of.is_allowed() || !is_limited));
-            self.allowed(false, connection).unwrap_or(Reason::NoPolicy)
-        });
+        }
+        let reason = refusal.unwrap_or_else(|| self.without_refusal(connection));
         Decision { reason, dry_run }
+    }
+
+    /// As [`Policies::decide`], without dry runs: does not evaluate their rules.
+    pub fn reason(&self, connection: &Connection<'_>) -> Reason<'_> {
+        let refusal = self.refusal(connection);
+        refusal.unwrap_or_else(|| self.without_refusal(connection))
     }
 
     /// Returns whether a decision depends on the identity of the client. If not, addresses and ports are enough for
@@ -254,6 +261,11 @@ impl Policies {
         missing
             .or_else(plaintext)
             .or_else(|| self.denied(false, connection).next())
+    }
+
+    /// Returns the reason if [`Policies::refusal`] has none.
+    fn without_refusal(&self, connection: &Connection<'_>) -> Reason<'_> {
+        self.allowed(false, connection).unwrap_or(Reason::NoPolicy)
     }
 
     /// Returns the policies with DENY that match.

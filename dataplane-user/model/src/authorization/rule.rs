@@ -116,8 +116,20 @@ impl Match {
         !texts.iter().all(|of| of.is_empty()) || !self.accounts.is_empty()
     }
 
+    /// Returns whether it fits no client without an identity.
+    pub(super) fn requires_identity(&self) -> bool {
+        let texts = [&self.namespaces, &self.principals];
+        texts.iter().any(|of| !of.any.is_empty()) || !self.accounts.any.is_empty()
+    }
+
     fn fits(&self, connection: &Connection<'_>) -> bool {
         let peer = connection.peer;
+        // Before the lists, which may be long.
+        if peer.is_none() && self.requires_identity() {
+            return false;
+        }
+        #[cfg(test)]
+        super::tests::COMPARED.with(|all| all.set(all.get() + self.count() + 1));
         let (source, destination) = (&connection.source, connection.destination.ip());
         let is_in = |of: &Word, text: &str| peer.is_some() && of.fits(text);
         let namespace = peer.map_or("", Identity::namespace);

@@ -1,6 +1,9 @@
 //! Decisions beside those of a naive evaluator. Istio's documented decisions are in the tests of the room `source`.
 
-use std::net::{IpAddr, SocketAddr};
+use std::{
+    cell::Cell,
+    net::{IpAddr, SocketAddr},
+};
 
 use proptest::{collection::vec, prelude::*};
 
@@ -9,6 +12,11 @@ use crate::Identity;
 
 /// A property of a connection and the values that a match has for it, as sentences: `is` or `not`, property, value.
 type Sentence = (bool, &'static str, String);
+
+thread_local! {
+    /// The values of the matches that this thread has evaluated, and one for each match.
+    pub(super) static COMPARED: Cell<usize> = const { Cell::new(0) };
+}
 
 const NAMES: [&str; 4] = ["a", "b", "ab", "ba"];
 

@@ -11,7 +11,7 @@ use std::{
 };
 
 use dataplane_common::capture;
-use model::{Policy, Rules};
+use model::{Policy, Rules, authorization::Clients};
 
 use super::{
     super::{
@@ -30,8 +30,14 @@ pub(super) const fn part(table: u32) -> u64 {
 /// Space in `RULES` and in `RANGES`.
 pub(super) const ROOM: [u64; 2] = [part(capture::RULES); 2];
 
-/// Returns the number of entries of `RULES` and of `RANGES` that a policy needs.
-fn cost(policy: &Policy) -> [u64; 2] {
+/// The name of the budget of the sets of clients that follow from Istio's policies of the root namespace alone. No namespace has
+/// this name.
+const OF_ROOT: &str = "*";
+
+/// Returns the number of entries of `RULES` and of `RANGES` that a policy needs, without the sets of clients that are counted
+/// already.
+fn cost(policy: &Policy, counted: &BTreeSet<&Clients>) -> [u64; 2] {
+    let clients = policy.plain_clients.as_ref();
     let rules = policy.outbound_ports.len()
         + policy.inbound_ports.len()
         + (policy.refused.as_ref()).map_or(0, |refused| refused.ports.len())
@@ -39,10 +45,10 @@ fn cost(policy: &Policy) -> [u64; 2] {
         + policy.included_gids.len()
         + policy.excluded_uids.len()
         + policy.excluded_gids.len()
-        + policy.excluded_interfaces.len();
-    let clients = policy.plain_clients.as_ref();
-    let [ports, clients] = clients.map_or([0; 2], |clients| clients.size());
-    let rules = rules + ports + usize::from(clients > 0);
+        + policy.excluded_interfaces.len()
+        + clients.map_or(0, |clients| clients.ports.len() + 1);
+    let new: BTreeSet<&Clients> = sets(policy).filter(|set| !counted.contains(set)).collect();
+    let clients: usize = new.into_iter().map(BTreeMap::len).sum();
     let ranges = policy.outbound_ranges.len() + clients;
     // A policy with ranges also needs an entry for all of IPv4, and entries that except parts of loopback.
     let more =
@@ -50,10 +56,23 @@ fn cost(policy: &Policy) -> [u64; 2] {
     [rules as u64, ranges as u64 + more]
 }
 
+/// Returns the sets of clients of a policy. The tables hold equal sets once.
+fn sets(policy: &Policy) -> impl Iterator<Item = &Clients> {
+    let clients = policy.plain_clients.iter();
+    clients.flat_map(|clients| clients.ports.values().chain([&clients.others]))
+}
+
+/// Whether the sets of clients of a policy follow from Istio's policies of the root namespace alone.
+fn is_of_root(policy: &Policy) -> bool {
+    (policy.plain_clients.as_ref()).is_some_and(|clients| clients.of_root)
+}
+
 /// Returns the indices of the members whose rules exceed their namespace's budget: in each namespace first the members
-/// with the most rules, then the last by name. Equal policies of a namespace count once.
+/// with the most rules, then the last by name. Equal policies of a namespace count once, and so do equal sets of clients. The sets
+/// of the root namespace's policies have a budget of their own.
 pub(super) fn over_budget(members: &[Member], room: [u64; 2]) -> BTreeSet<usize> {
-    let costs = members.iter().map(|member| cost(&member.policy));
+    let none = BTreeSet::new();
+    let costs = members.iter().map(|member| cost(&member.policy, &none));
     let all = costs.fold([0; 2], |all, cost| [all[0] + cost[0], all[1] + cost[1]]);
     if all.iter().zip(room).all(|(all, room)| *all <= room) {
         return BTreeSet::new();
@@ -66,25 +85,44 @@ pub(super) fn over_budget(members: &[Member], room: [u64; 2]) -> BTreeSet<usize>
             .or_default();
         of.entry(&member.policy).or_default().push(index);
     }
+    let of_root = members.iter().map(|member| &member.policy);
+    let of_root = of_root.filter(|policy| is_of_root(policy)).flat_map(sets);
+    let of_root: BTreeSet<&Clients> = of_root.collect();
+    for set in &of_root {
+        shares.change(OF_ROOT, &[0; 2], &[0, set.len() as u64]);
+    }
     for (namespace, policies) in &policies {
+        let mut counted = of_root.clone();
         for policy in policies.keys() {
-            shares.change(namespace, &[0; 2], &cost(policy));
+            shares.change(namespace, &[0; 2], &cost(policy, &counted));
+            counted.extend(sets(policy));
         }
     }
     shares.divide();
-    let mut over = BTreeSet::new();
+    let mut by_size: Vec<&Clients> = of_root.iter().copied().collect();
+    by_size.sort_by_key(|set| set.len());
+    let mut left = shares.budget();
+    by_size.retain(|set| !shares::take(&[0, set.len() as u64], &mut left));
+    let left_out: BTreeSet<&Clients> = by_size.into_iter().collect();
+    let has_left_out =
+        |policy| is_of_root(policy) && sets(policy).any(|set| left_out.contains(set));
+    let mut over: BTreeSet<usize> = (0..members.len())
+        .filter(|index| has_left_out(&members[*index].policy))
+        .collect();
     for (namespace, policies) in policies {
         if !shares.is_over(namespace) {
             continue;
         }
-        let mut policies: Vec<_> = policies
-            .into_iter()
-            .map(|(policy, who)| (cost(policy), who))
-            .collect();
-        policies.sort_by_key(|(cost, who)| (Reverse(shares.smallness(cost)), who[0]));
+        let mut policies: Vec<_> = policies.into_iter().collect();
+        policies.sort_by_key(|(policy, who)| {
+            (Reverse(shares.smallness(&cost(policy, &of_root))), who[0])
+        });
+        let mut counted = of_root.clone();
         let mut left = shares.budget();
-        for (cost, who) in policies {
-            if !shares::take(&cost, &mut left) {
+        for (policy, who) in policies {
+            if shares::take(&cost(policy, &counted), &mut left) {
+                counted.extend(sets(policy));
+            } else {
                 over.extend(who);
             }
         }
@@ -142,18 +180,25 @@ pub fn fit_addresses(wanted: &mut Captured) -> BTreeMap<u32, usize> {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use std::{net::IpAddr, sync::Arc, time::Instant};
+    use std::{
+        net::{IpAddr, Ipv4Addr},
+        sync::Arc,
+        time::Instant,
+    };
 
     use dataplane_common::{
         Addr,
         capture::{Enrolled, Local},
     };
     use ipnet::IpNet;
-    use model::{Egress, Inbound, Layers, Node, Place, Snapshot, Workload, WorkloadName};
+    use model::{
+        Egress, Inbound, Layers, Node, Place, Snapshot, Workload, WorkloadName,
+        authorization::{PlainClients, Verdict},
+    };
     use proptest::prelude::*;
 
     use super::*;
-    use crate::enrol::{Enroller, MeshStatements, members, members::members_within};
+    use crate::enrol::{Enroller, Judge, MeshStatements, members, members::members_within};
 
     /// A pod with `egress: deny` whose annotations exclude `ports` ports.
     pub fn pod(namespace: &str, name: &str, ports: u16) -> Workload {
@@ -241,6 +286,58 @@ pub(super) mod tests {
         assert!(members.iter().all(|member| !member.over_budget));
     }
 
+    /// Pods of two namespaces with a set of 30 ranges each, in tables with room for 40: whether the Pods of a namespace have one set,
+    /// whether it is the same in both namespaces and of the root namespace, and how many Pods are over budget.
+    #[test]
+    fn equal_sets_of_clients_count_once() {
+        let pod = |namespace: &str, number: u16, first: u32, of_root| {
+            let ranges =
+                (0..30).map(|of| IpNet::from(IpAddr::from(Ipv4Addr::from_bits(first + of))));
+            let clients = PlainClients {
+                ports: BTreeMap::new(),
+                others: ranges.map(|range| (range, Verdict::NotAllowed)).collect(),
+                of_root,
+            };
+            let of_node = Member::of_node(&Snapshot::default());
+            let name = WorkloadName::new(namespace, &format!("p{number}"));
+            Member {
+                workload: Arc::new(Workload::new(name, Place::Address)),
+                policy: Policy {
+                    plain_clients: Some(Arc::new(clients)),
+                    // Makes the policies differ.
+                    excluded_uids: [u32::from(number)].into(),
+                    ..Policy::default()
+                },
+                ..of_node
+            }
+        };
+        for (is_one, of_root, wanted) in [
+            (true, true, 0),
+            (false, true, 3),
+            // Each namespace has half of the room.
+            (true, false, 4),
+        ] {
+            let first = |namespace, number| {
+                if is_one {
+                    0
+                } else {
+                    100 * namespace + 50 * number
+                }
+            };
+            let pods = [("a", 0), ("b", 1)]
+                .into_iter()
+                .flat_map(|(namespace, index)| {
+                    [0, 1]
+                        .map(|number| pod(namespace, number, first(index, number.into()), of_root))
+                });
+            let pods: Vec<Member> = pods.collect();
+            let over = over_budget(&pods, [40; 2]);
+            assert_eq!(over.len(), wanted, "{is_one} {of_root}");
+        }
+        let of_one = [0, 1].map(|number| pod("a", number, 0, false));
+        assert!(over_budget(&of_one, [40; 2]).is_empty());
+    }
+
     #[test]
     fn one_with_too_many_addresses_keeps_some_and_the_others_keep_all() {
         let mut wanted = Captured::default();
@@ -277,7 +374,12 @@ pub(super) mod tests {
         BTreeMap<WorkloadName, (u32, BTreeSet<(u32, u32, u32)>, BTreeSet<(u32, Addr, u32)>)>;
 
     fn told(snapshot: &Snapshot, namespace: &str) -> PodEntries {
-        let members = members_within(&MeshStatements::default(), snapshot, [40; 2]);
+        let members = members_within(
+            &MeshStatements::default(),
+            snapshot,
+            [40; 2],
+            &mut Judge::default(),
+        );
         let mut enroller = Enroller::after(&Captured::default(), false, false);
         let mut tables = Captured::default();
         let entries: Vec<_> = members

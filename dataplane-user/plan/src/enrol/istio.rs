@@ -83,7 +83,7 @@ pub(super) fn limits(
 }
 
 /// Returns whether policies of a workload may refuse plain connections or report a dry run, or whether policies cannot be read.
-pub(super) fn may_be_refused(istio: &Istio, workload: &Workload) -> bool {
+pub fn may_be_refused(istio: &Istio, workload: &Workload) -> bool {
     let of = istio.policies_of(workload.name.namespace(), &workload.labels);
     let mut ports = of.plaintext.ports().into_iter();
     let has_strict_port = ports.any(|(_, ports)| ports.values().any(|is_strict| *is_strict));

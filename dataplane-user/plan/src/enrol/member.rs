@@ -30,6 +30,8 @@ pub struct Member {
     pub limited_by: Vec<(Arc<str>, Arc<str>)>,
     /// Whether the kernel enforces Istio's policies for its inbound connections.
     pub by_kernel: bool,
+    /// Why the kernel refuses all connections to it in place of the decisions of Istio's policies.
+    pub closed: Option<&'static str>,
 }
 
 /// The inbound connections of a workload with [`Member::auto`].
@@ -66,6 +68,7 @@ impl Member {
             auto: None,
             limited_by: Vec::new(),
             by_kernel: false,
+            closed: None,
         }
     }
 }

@@ -54,15 +54,22 @@ pub struct MeshStatements {
 
 /// Returns all workloads on this node that are to be captured, with their rules.
 pub fn members(said: &MeshStatements, snapshot: &Snapshot) -> Vec<Member> {
-    members_within(said, snapshot, ROOM)
+    members_again(said, snapshot, &mut Judge::default())
 }
 
-/// As [`members`], with `room` entries in `RULES` and `RANGES`.
+/// As [`members`], without repeating the decisions of the last call.
+pub fn members_again(said: &MeshStatements, snapshot: &Snapshot, judge: &mut Judge) -> Vec<Member> {
+    members_within(said, snapshot, ROOM, judge)
+}
+
+/// As [`members_again`], with `room` entries in `RULES` and `RANGES`.
 pub(super) fn members_within(
     said: &MeshStatements,
     snapshot: &Snapshot,
     room: [u64; 2],
+    judge: &mut Judge,
 ) -> Vec<Member> {
+    judge.turn();
     let mut workloads: BTreeMap<&WorkloadName, Arc<Workload>> = snapshot
         .workloads
         .iter()
@@ -74,7 +81,6 @@ pub(super) fn members_within(
             .or_insert_with(|| Arc::new(described.clone()));
     }
     let istio = &snapshot.istio;
-    let mut judge = Judge::default();
     let mut captured = |workload: Arc<Workload>, over_budget| {
         let Layered {
             layers,
@@ -101,6 +107,7 @@ pub(super) fn members_within(
                     auto: None,
                     limited_by: Vec::new(),
                     by_kernel: false,
+                    closed: None,
                 });
         };
         let denied_by_operator = bounds.stated.egress == Some(Egress::Deny);
@@ -115,14 +122,15 @@ pub(super) fn members_within(
         if is_auto {
             policy.mode = Mode::Proxy;
         }
-        let (mut limited_by, mut by_kernel) = (Vec::new(), false);
+        let (mut limited_by, mut by_kernel, mut closed) = (Vec::new(), false, None);
         if is_carried(&workload, &policy, said.sidecars) {
             let mut refused;
             by_kernel = !has_sidecar && is_judged_by_kernel(&workload, &policy);
             let is_enforced = by_kernel || is_judged_by_proxy(&workload, &policy);
             (limited_by, refused) = limits(istio, &workload, is_enforced);
             if by_kernel {
-                ineffective.extend(judge.judge(istio, &workload, &mut policy, over_budget));
+                closed = judge.judge(istio, &workload, &mut policy, over_budget);
+                ineffective.extend(closed.map(str::to_owned));
             }
             if policy.captured_by == CapturedBy::Packets && refused.is_any() && istio.denies {
                 ineffective.push(NOT_REFUSED.to_owned());
@@ -144,6 +152,7 @@ pub(super) fn members_within(
             }),
             limited_by,
             by_kernel,
+            closed,
             workload,
         })
     };

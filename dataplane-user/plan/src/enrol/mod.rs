@@ -23,12 +23,13 @@ pub use budgets::fit_addresses;
 use dataplane_common::capture::{
     CAPTURED, EXCLUDED, Enrolled, Local, REFUSED, REFUSED_BY, RuleKey, TUNNELS,
 };
-pub use istio::{consequence, limited, missing_root, unread};
+pub use istio::{consequence, limited, may_be_refused, missing_root, unread};
 pub use kept::{Retained, Unknown};
 pub use known::{Unlisted, known};
 pub use member::{Auto, Member};
-pub use members::{MeshStatements, members};
+pub use members::{MeshStatements, members, members_again};
 use model::{Workload, WorkloadName, authorization::PolicyName};
+pub use plain::Judge;
 pub use statements::{Statement, statements};
 pub use waypoints::unusable_waypoints;
 
@@ -45,8 +46,10 @@ pub struct Enrolment {
     pub rules: Vec<Statement>,
     /// The reason why it is not captured as its rules ask.
     pub problem: Option<Problem>,
-    /// See [`Member::by_kernel`].
+    /// Whether the kernel enforces Istio's policies for its inbound connections.
     pub by_kernel: bool,
+    /// See [`Member::closed`].
+    pub closed: Option<&'static str>,
 }
 
 /// The reason why a workload is not captured as its rules ask.

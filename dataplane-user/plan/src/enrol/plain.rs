@@ -1,11 +1,16 @@
 //! Istio's policies of workloads without a proxy: the kernel decides by the client's address and the port. No such client has an
 //! identity.
 
-use std::{net::IpAddr, sync::Arc};
+use std::{
+    collections::HashMap,
+    mem,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    sync::Arc,
+};
 
 use model::{
     CapturedBy, Inbound, Istio, Place, Policy, Workload,
-    authorization::{PlainClients, Policies},
+    authorization::{PlainClients, Policies, PolicyName},
 };
 
 /// The problem of a workload with too many rules.
@@ -28,41 +33,66 @@ pub(super) fn is_judged_by_kernel(workload: &Workload, policy: &Policy) -> bool 
         && workload.place == Place::Address
 }
 
-/// The policies and the addresses of a workload, and the decisions.
-type Last = (Policies, Box<[IpAddr]>, Option<Arc<PlainClients>>);
+/// The names of a workload's policies, and its addresses as far as the decisions depend on them.
+type Key = (Vec<PolicyName>, Vec<IpAddr>);
+type Decided = HashMap<Key, (Policies, Option<Arc<PlainClients>>)>;
 
-/// Decides about the clients of workloads. Remembers the last workload: those with the same policies often come together.
-#[derive(Default)]
-pub(super) struct Judge(Option<Last>);
+/// Decides about the clients of workloads. Remembers the decisions that the present and the last call of
+/// [`members_again`](super::members_again) have used.
+#[derive(Debug, Default)]
+pub struct Judge {
+    now: Decided,
+    before: Decided,
+}
 
 impl Judge {
+    /// Forgets the decisions that no workload has used since the last call.
+    pub(super) fn turn(&mut self) {
+        self.before = mem::take(&mut self.now);
+    }
+
+    /// Returns the decisions of policies about the clients of a workload with these addresses.
+    fn decide(
+        &mut self,
+        policies: Policies,
+        root: &str,
+        own: &[IpAddr],
+    ) -> Option<Arc<PlainClients>> {
+        let authorizations = policies.authorizations.iter().map(|(name, _)| name);
+        let names = authorizations.chain(policies.plaintext.all().map(|(name, _)| name));
+        let names: Vec<_> = names.chain(&policies.custom).cloned().collect();
+        let of_root = names.iter().all(|name| *name.namespace == *root);
+        let own_key = if policies.names_destinations() {
+            own.to_vec()
+        } else {
+            let families = [Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()];
+            let has = |family: &IpAddr| own.iter().any(|addr| addr.is_ipv4() == family.is_ipv4());
+            families.into_iter().filter(has).collect()
+        };
+        let key = (names, own_key);
+        let known = self.now.remove(&key).or_else(|| self.before.remove(&key));
+        let known = known.filter(|(of, _)| *of == policies);
+        let known = known.unwrap_or_else(|| {
+            let clients = policies.plain_clients(own);
+            let clients = clients.map(|clients| Arc::new(PlainClients { of_root, ..clients }));
+            (policies, clients)
+        });
+        let clients = known.1.clone();
+        self.now.insert(key, known);
+        clients
+    }
+
     /// Adds the decisions about the clients of a workload that [`is_judged_by_kernel`] to its policy. Returns a problem if no client may
     /// connect, because the decisions do not fit. `over_budget`: the tables have no room for them.
-    pub fn judge(
+    pub(super) fn judge(
         &mut self,
         istio: &Istio,
         workload: &Workload,
         policy: &mut Policy,
         over_budget: bool,
-    ) -> Option<String> {
+    ) -> Option<&'static str> {
         let policies = istio.policies_of(workload.name.namespace(), &workload.labels);
-        let own = &*workload.addresses;
-        let is_same = |(last, of, _): &&Last| {
-            let families = |own: &[IpAddr]| own.iter().map(IpAddr::is_ipv4).collect::<Vec<_>>();
-            let are_alike = if last.names_destinations() {
-                **of == *own
-            } else {
-                families(of) == families(own)
-            };
-            are_alike && *last == policies
-        };
-        let clients = if let Some((_, _, clients)) = self.0.as_ref().filter(is_same) {
-            clients.clone()
-        } else {
-            let clients = policies.plain_clients(own).map(Arc::new);
-            self.0 = Some((policies, own.into(), clients.clone()));
-            clients
-        };
+        let clients = self.decide(policies, &istio.root, &workload.addresses);
         let problem = match &clients {
             None => Some(TOO_MANY),
             Some(clients) => (over_budget && clients.size()[1] > FEW).then_some(NO_ROOM),
@@ -70,7 +100,7 @@ impl Judge {
         let clients = clients.filter(|_| problem.is_none());
         let clients = clients.unwrap_or_else(|| Arc::new(PlainClients::closed()));
         policy.plain_clients = (!clients.allow_all()).then_some(clients);
-        problem.map(str::to_owned)
+        problem
     }
 }
 
@@ -80,9 +110,12 @@ mod tests {
 
     use dataplane_common::capture::{self, CAPTURED, Local, REFUSED_BY, TrafficKey};
     use ipnet::IpNet;
-    use model::authorization::{
-        Action, Authorization, Connection, Match, PeerAuthentication, PolicyName, Rank, Reason,
-        Rule, Values,
+    use model::{
+        Effect, IstioNamespace, IstioPolicy, WorkloadName,
+        authorization::{
+            Action, Authorization, Clients, Connection, Match, PeerAuthentication, PolicyName,
+            Rank, Reason, Rule, Values, Verdict,
+        },
     };
     use proptest::prelude::*;
 
@@ -230,6 +263,128 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    /// Two Pods whose policies differ, at each settle.
+    #[test]
+    fn decisions_are_made_once_as_long_as_workloads_use_them() {
+        let denies = |name: &str, port| {
+            let of = Match {
+                ports: Values {
+                    any: [port].into(),
+                    none: Box::default(),
+                },
+                ..Match::default()
+            };
+            let policy = Authorization {
+                action: Action::Deny,
+                dry_run: false,
+                rules: [Rule([[of].into()].into())].into(),
+            };
+            let name = PolicyName {
+                namespace: "shop".into(),
+                object: name.into(),
+            };
+            Policies {
+                authorizations: vec![(name, Some(Arc::new(policy)))],
+                ..Policies::default()
+            }
+        };
+        let own = OWN.map(|addr| addr.parse::<IpAddr>().unwrap());
+        let mut judge = Judge::default();
+        let mut decide =
+            |of: &Policies, own: &[IpAddr]| judge.decide(of.clone(), "shop", own).unwrap();
+        let pods = [denies("a", 80), denies("b", 80)];
+        let first = pods.each_ref().map(|of| decide(of, &own));
+        let again = pods.each_ref().map(|of| decide(of, &[own[1], own[0]]));
+        assert!(
+            first
+                .iter()
+                .zip(&again)
+                .all(|(one, other)| Arc::ptr_eq(one, other))
+        );
+        assert!(
+            !Arc::ptr_eq(&first[0], &decide(&pods[0], &own[..1])),
+            "one family"
+        );
+        let changed = decide(&denies("a", 81), &own);
+        assert!(changed.ports.contains_key(&81) && !changed.ports.contains_key(&80));
+        judge.turn();
+        let kept = judge.decide(pods[1].clone(), "shop", &own).unwrap();
+        assert!(kept.of_root);
+        assert!(Arc::ptr_eq(&first[1], &kept));
+        judge.turn();
+        assert_eq!((judge.now.len(), judge.before.len()), (0, 1));
+    }
+
+    /// The number of ranges that a policy denies, whether the tables have no room, and the problem.
+    #[test]
+    fn decisions_that_do_not_fit_refuse_everybody() {
+        for (ranges, over_budget, wanted) in [
+            (2, true, None),
+            (10, false, None),
+            (10, true, Some(NO_ROOM)),
+            (3000, false, Some(TOO_MANY)),
+        ] {
+            let range = |of: u32| IpNet::from(IpAddr::from(Ipv4Addr::from_bits(of << 8)));
+            let of = Match {
+                sources: Values {
+                    any: (0..ranges).map(range).collect(),
+                    none: Box::default(),
+                },
+                ..Match::default()
+            };
+            let effect = Effect::Authorization(Arc::new(Authorization {
+                action: Action::Deny,
+                dry_run: false,
+                rules: [Rule([[of].into()].into())].into(),
+            }));
+            let mut namespace = IstioNamespace::default();
+            let selector = None;
+            let policy = Arc::new(IstioPolicy { selector, effect });
+            let name = "AuthorizationPolicy p".into();
+            namespace.policies.insert(name, policy);
+            let mut istio = Istio::default();
+            istio.namespaces.insert("shop".into(), Arc::new(namespace));
+            let mut pod = Workload::new(WorkloadName::new("shop", "web"), Place::Address);
+            pod.addresses.push(OWN[0].parse().unwrap());
+            let mut policy = Policy::default();
+            let found = Judge::default().judge(&istio, &pod, &mut policy, over_budget);
+            assert_eq!(found, wanted, "{ranges}");
+            let closed = Some(Arc::new(PlainClients::closed()));
+            assert_eq!(policy.plain_clients == closed, wanted.is_some());
+        }
+    }
+
+    /// In the order in which the kernel's tables lose the entries of an old policy.
+    #[test]
+    fn a_policy_that_goes_refuses_until_the_end() {
+        let all = |verdict: &Verdict| -> Clients {
+            let ranges = ["0.0.0.0/0", "::/0"].map(|of| of.parse::<IpNet>().unwrap());
+            ranges.map(|of| (of, verdict.clone())).into()
+        };
+        let clients = PlainClients {
+            ports: [(80, all(&Verdict::NotAllowed))].into(),
+            others: all(&Verdict::Allowed),
+            of_root: false,
+        };
+        let policy = Policy {
+            plain_clients: Some(Arc::new(clients)),
+            ..Policy::default()
+        };
+        let mut tables = Captured::default();
+        let (policy, flags) = Numbers::after(7).add(&policy, false, &mut tables);
+        let local = Local {
+            policy,
+            flags,
+            ..Local::default()
+        };
+        let client: IpAddr = "10.0.0.1".parse().unwrap();
+        let judged = |tables: &Captured, port| capture::judged(tables, &local, client.into(), port);
+        assert_eq!(judged(&tables, 81), CAPTURED);
+        while tables.rules.pop_first().is_some() || tables.ranges.pop_first().is_some() {
+            assert_ne!(judged(&tables, 80), CAPTURED);
         }
     }
 

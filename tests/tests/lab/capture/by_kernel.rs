@@ -8,12 +8,13 @@ use dataplane_tests::report::Report;
 use serde_json::{Value, json};
 
 use super::{
+    World,
     authorization::{AUTHORIZATION, ONE, Policed, TO, deny_one, policy},
     explain::explain,
     probes::Kubelet,
 };
 use crate::{
-    cluster::{UDP, eventually, lived, reaches},
+    cluster::{UDP, eventually, fails, lived, reaches},
     metrics::Metrics,
 };
 
@@ -43,6 +44,14 @@ fn policies_hold_without_a_proxy() -> Result<()> {
     eventually(|| of.all(&["one"], REFUSED))?;
     is_counted_and_told(&of)?;
     of.all(&["two", "far"], None)?;
+    // An address of the pod that Kubernetes does not know.
+    of.host("app").ip("addr add 10.99.0.8/32 dev eth0")?;
+    let node = of.world().lab.node("node1");
+    node.ip("route add 10.99.0.8/32 dev veth-app")?;
+    fails(of.host("one"), "10.99.0.8:7", "connect", "ECONNREFUSED")?;
+    for name in ["two", "app"] {
+        reaches(of.host(name), "10.99.0.8:7", "connect", &["app"])?;
+    }
     // Datagrams, its own connections, and those to itself.
     let datagrams = format!("10.244.1.8:{UDP}");
     reaches(of.host("one"), &datagrams, "udp", &["app"])?;
@@ -57,6 +66,12 @@ fn policies_hold_without_a_proxy() -> Result<()> {
     of.write(&[policy(AUTHORIZATION, allow)])?;
     eventually(|| of.all(&["one"], None))?;
     of.all(&["two", "far"], REFUSED)?;
+    is_explained(
+        of.world(),
+        "default/two",
+        Reason::PolicyDenied.word(),
+        &json!(false),
+    )?;
     web(&of, "one", false)?;
     Kubelet::start(of.world())?.probes()?;
     let to = json!([{ "operation": { "ports": ["80"] } }]);
@@ -125,16 +140,14 @@ fn is_counted_and_told(of: &Policed) -> Result<()> {
     let first =
         "a connection to default/app is denied in the kernel: by AuthorizationPolicy default/limit";
     ensure!(log.contains(first), "{log}");
+    let unknown = format!("netns:{}", of.host("one").netns());
     for (client, reason, allowed) in [
-        ("10.244.1.5", Reason::PolicyDenied, false),
-        ("10.244.1.6", Reason::Direct, true),
+        ("10.244.1.5", Reason::PolicyDenied.word(), json!(false)),
+        ("10.244.1.6", Reason::Direct.word(), json!(true)),
+        ("default/two", Reason::Direct.word(), json!(true)),
+        (unknown.as_str(), "client-unknown", Value::Null),
     ] {
-        let told = explain(world, client, TO[0], &[])?;
-        let mut decisions = told["capture"].as_array().into_iter().flatten();
-        let inbound = decisions.find(|of| of["direction"] == "inbound");
-        let inbound = inbound.with_context(|| format!("{told:#}"))?;
-        ensure!(inbound["reason"] == reason.word(), "{told:#}");
-        ensure!(inbound["allowed"] == json!(allowed), "{told:#}");
+        is_explained(world, client, reason, &allowed)?;
     }
     let asked = [
         "policies",
@@ -150,6 +163,19 @@ fn is_counted_and_told(of: &Policed) -> Result<()> {
     ensure!(
         !status.contains("nothing on this node enforces"),
         "{status}"
+    );
+    Ok(())
+}
+
+/// The decision about a connection to the pod.
+fn is_explained(world: &World, client: &str, reason: &str, allowed: &Value) -> Result<()> {
+    let told = explain(world, client, TO[0], &[])?;
+    let mut decisions = told["capture"].as_array().into_iter().flatten();
+    let inbound = decisions.find(|of| of["direction"] == "inbound");
+    let inbound = inbound.with_context(|| format!("{told:#}"))?;
+    ensure!(
+        inbound["reason"] == reason && inbound["allowed"] == *allowed,
+        "{client}: {told:#}"
     );
     Ok(())
 }

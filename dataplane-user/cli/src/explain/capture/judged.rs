@@ -17,6 +17,14 @@ pub(super) const WITHOUT_POLICIES: &str = "no AuthorizationPolicy or PeerAuthent
      connections, so they do not go to the proxy";
 
 impl Mesh {
+    /// Returns the address of a family of the workload in a network namespace. `None` if it has several, or if it is not known.
+    pub fn address_in(&self, netns: u64, is_v4: bool) -> Option<IpAddr> {
+        let locals = self.held.locals.iter();
+        let its = locals.filter(|(addr, local)| local.netns == netns && addr.is_v4() == is_v4);
+        let mut its = its.map(|(addr, _)| addr.ip());
+        its.next().filter(|_| its.next().is_none())
+    }
+
     /// Returns the verdict on an inbound connection that does not go to a proxy. `reason`: that of the rules; `client`: its address,
     /// if it is known.
     pub(super) fn without_proxy(
@@ -82,7 +90,8 @@ impl Outcome {
             Reason::PolicyDenied,
         ];
         let is_judged = judged.iter().any(|of| of.word() == self.reason);
-        if self.direction != "inbound" || !is_judged {
+        let is_unknown = self.verdict == "unknown";
+        if self.direction != "inbound" || !is_judged && !is_unknown {
             return;
         }
         let connection = client.map(|from| (from, to.port));
@@ -99,15 +108,63 @@ impl Outcome {
         self.steps
             .push(format!("Istio's policies are enforced by the {by}"));
         match told.decision {
-            Some(decision) => {
-                self.allowed = Some(decision.allowed);
-                let steps = decision.steps.into_iter();
-                self.steps.extend(steps.map(|step| format!("policies: {}", step.trim())));
-            }
+            Some(decision) => self.decided(decision),
+            None if is_unknown => {}
             None => self.steps.push(format!(
                 "policies decide by the client's address, which is not known here: give the address as SRC, or see \
                  dataplane policies --workload {workload}"
             )),
+        }
+    }
+
+    /// Adds a decision. If the kernel's tables refuse the connection, they win: they may be older or closed.
+    fn decided(&mut self, decision: Decision) {
+        let refuses = self.reason == Reason::PolicyDenied.word();
+        self.allowed = Some(decision.allowed && !refuses);
+        let steps = decision.steps.into_iter();
+        self.steps
+            .extend(steps.map(|step| format!("policies: {}", step.trim())));
+        if decision.allowed && refuses {
+            self.steps.push(
+                "the policies allow the connection, but the kernel's tables refuse it: see dataplane status".to_owned(),
+            );
+        }
+    }
+
+    /// Says that the verdict depends on the client's address, which is not known.
+    pub(super) fn is_for_unknown_client(&mut self) {
+        (self.verdict, self.reason) = ("unknown", "client-unknown");
+        let text = "Istio's policies refuse some clients, and the client's address is not known here: give the address as SRC";
+        self.steps.push(text.to_owned());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the tables say, what the evaluator says, and what holds.
+    #[test]
+    fn a_table_that_refuses_is_not_overridden() {
+        for (reason, allowed, wanted) in [
+            (Reason::PolicyDenied, true, false),
+            (Reason::PolicyDenied, false, false),
+            (Reason::Direct, true, true),
+            (Reason::Direct, false, false),
+        ] {
+            let mut told = Outcome {
+                direction: "inbound",
+                workload: None,
+                verdict: "direct",
+                reason: reason.word(),
+                rule: None,
+                allowed: None,
+                steps: Vec::new(),
+            };
+            let steps = vec!["said".to_owned()];
+            told.decided(Decision { allowed, steps });
+            assert_eq!(told.allowed, Some(wanted), "{reason:?} {allowed}");
+            assert_eq!(told.steps.len(), if allowed == wanted { 1 } else { 2 });
         }
     }
 }

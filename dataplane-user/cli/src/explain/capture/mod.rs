@@ -42,9 +42,9 @@ pub struct Outcome {
     pub direction: &'static str,
     /// The workload. `None` if its name is unknown because no agent runs.
     pub workload: Option<String>,
-    /// `captured`, `direct`, `left-alone` or `refused`.
+    /// `captured`, `direct`, `left-alone`, `refused`, or `unknown`: it depends on the client's address, which is not known.
     pub verdict: &'static str,
-    /// The word of the [`Reason`].
+    /// The word of the [`Reason`]; `client-unknown` for the verdict `unknown`.
     pub reason: &'static str,
     /// The rule that decided. `None` if no rule decided.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -306,7 +306,11 @@ impl Mesh {
             }
             told.rule = self.inbound_rule(reason, local, to.port, interface.as_deref());
         }
-        self.close(&mut told, reason, false);
+        if reason == Reason::Direct && is_judged && client.address.is_none() {
+            told.is_for_unknown_client();
+        } else {
+            self.close(&mut told, reason, false);
+        }
         Some(told)
     }
 
