@@ -354,8 +354,9 @@ fn a_namespace_that_leads_to_too_many_endpoints_loses_its_last_services_by_name(
 /// Clients from outside may reach a backend of another Service only if a grant of the backend's namespace allows it.
 #[test]
 fn a_service_that_is_reached_from_outside_needs_a_grant() {
+    type Expose = fn(&mut Service, IpAddr);
     let outside = Ipv4Addr::new(192, 0, 2, 1).into();
-    let exposed: [(&str, fn(&mut Service, IpAddr)); 4] = [
+    let exposed: [(&str, Expose); 4] = [
         ("", |_, _| ()),
         ("external", |of, addr| of.external_ips.push(addr)),
         ("balancer", |of, addr| of.load_balancer_ips.push(addr)),
