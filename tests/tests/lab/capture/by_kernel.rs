@@ -48,6 +48,7 @@ fn policies_hold_without_a_proxy() -> Result<()> {
     of.host("app").ip("addr add 10.99.0.8/32 dev eth0")?;
     let node = of.world().lab.node("node1");
     node.ip("route add 10.99.0.8/32 dev veth-app")?;
+    let _there = of.host("app").serve(&["--tcp", "10.99.0.8:7"])?;
     fails(of.host("one"), "10.99.0.8:7", "connect", "ECONNREFUSED")?;
     for name in ["two", "app"] {
         reaches(of.host(name), "10.99.0.8:7", "connect", &["app"])?;
