@@ -83,7 +83,6 @@ pub use cgroup::cgroup2_root;
 pub use change_news::ChangeNews;
 pub use children::ends_with_us;
 pub use cleanup::{CleanupItem, cleanup, retire};
-use dataplane_common::capture::Enrolled;
 pub use direct::DirectFlows;
 pub use error::Error;
 pub use host_networks::host_networks;
