@@ -317,7 +317,7 @@ pub(super) mod tests {
             // Each namespace has half of the room.
             (true, false, 4),
         ] {
-            let first = |namespace, number| {
+            let first = |namespace: u32, number: u32| {
                 if is_one {
                     0
                 } else {
@@ -350,7 +350,7 @@ pub(super) mod tests {
                     workload,
                     resolvers: 0,
                 };
-                let addr = std::net::Ipv4Addr::from_bits((workload << 24) + n);
+                let addr = Ipv4Addr::from_bits((workload << 24) + n);
                 wanted.locals.insert(IpAddr::from(addr).into(), local);
             }
         };
@@ -412,7 +412,7 @@ pub(super) mod tests {
     fn own_rules(most: u16) -> impl Strategy<Value = Rules> {
         let ranges = (1..=most, any::<u16>(), 16u8..=32);
         let range = ranges.prop_map(|(_, net, bits)| {
-            let addr = std::net::Ipv4Addr::from_bits(0x0a00_0000 | u32::from(net) << 8);
+            let addr = Ipv4Addr::from_bits(0x0a00_0000 | u32::from(net) << 8);
             IpNet::new(addr.into(), bits)
                 .expect("a length of IPv4")
                 .trunc()
