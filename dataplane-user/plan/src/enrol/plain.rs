@@ -341,7 +341,7 @@ mod tests {
                 rules: [Rule([[of].into()].into())].into(),
             }));
             let mut namespace = IstioNamespace::default();
-            let selector = None;
+            let selector = Some([].into());
             let policy = Arc::new(IstioPolicy { selector, effect });
             let name = "AuthorizationPolicy p".into();
             namespace.policies.insert(name, policy);
