@@ -4,7 +4,7 @@
 use std::{
     collections::{BTreeSet, HashMap},
     fs::{self, File},
-    io,
+    io::{self, BufRead as _, BufReader},
     os::{fd::AsFd as _, unix::fs::MetadataExt as _},
     path::PathBuf,
 };
@@ -71,6 +71,8 @@ pub fn pod_namespaces(
     known
         .0
         .retain(|_, (_, ends)| ends.iter().all(|end| pods.contains(end)));
+    // Without IPsec in the kernel, each query would make it look for the module.
+    let mut may_have_ipsec = true;
     let visited = namespaces::visit(|path| {
         let metadata = fs::metadata(path)?;
         let key = (metadata.dev(), metadata.ino());
@@ -85,12 +87,20 @@ pub fn pod_namespaces(
         if !ends.is_empty() {
             known.0.insert(key, (cookie, ends.clone()));
         }
+        let has_rules = !ends.is_empty() && netfilter::has_nat_at_output()?;
+        let mut has_ipsec = false;
+        if may_have_ipsec && !ends.is_empty() && !has_rules {
+            // A query that fails must not hide the namespace, and those that are nested in it.
+            let found = xfrm::has_associations().unwrap_or(Some(false));
+            may_have_ipsec = found.is_some();
+            has_ipsec = found.unwrap_or_default();
+        }
         Ok(Visited {
             key,
             cookie,
-            has_rules: !ends.is_empty() && netfilter::has_nat_at_output()?,
-            has_ipsec: !ends.is_empty() && xfrm::has_associations()?,
             ends,
+            has_rules,
+            has_ipsec,
         })
     });
     let of_pods: HashMap<Key, u32> = visited
@@ -126,15 +136,26 @@ pub fn pod_namespaces(
     Ok(found)
 }
 
+/// How many lines of a list of raw sockets are read.
+const RAW_SOCKETS: usize = 1000;
+
 /// Whether a process's network namespace has a raw socket for UDP. One for any protocol (`IPPROTO_RAW`) does not count,
-/// because `iptables-legacy` opens one whenever it runs. The list of a process that has ended is empty: the next look finds another process, or none.
+/// because `iptables-legacy` opens one whenever it runs. The list of a process that has ended is empty: the next look finds
+/// another process, or none. A pod with a very long list counts as well, so that it does not hold up the look at others.
 ///
 /// The kernel lists the socket's protocol as its local port (`raw_sock_seq_show`, net/ipv4/raw.c). Many kernels lack the
 /// other list (`INET_RAW_DIAG`).
 fn has_raw_sockets(process: u32) -> bool {
     ["raw", "raw6"].into_iter().any(|list| {
-        let text = fs::read_to_string(format!("/proc/{process}/net/{list}"));
-        text.unwrap_or_default().lines().skip(1).any(sends_udp)
+        let Ok(file) = File::open(format!("/proc/{process}/net/{list}")) else {
+            return false;
+        };
+        let mut lines = BufReader::new(file).lines().map_while(Result::ok).skip(1);
+        lines
+            .by_ref()
+            .take(RAW_SOCKETS)
+            .any(|line| sends_udp(&line))
+            || lines.next().is_some()
     })
 }
 

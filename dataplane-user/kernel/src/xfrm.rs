@@ -113,16 +113,16 @@ fn list() -> io::Result<Vec<Policy>> {
     Ok(found)
 }
 
-/// Whether this network namespace has an IPsec association, with which the kernel sends packets of its own (ESP in UDP).
+/// Returns whether this network namespace has an IPsec association, with which the kernel sends packets of its own (ESP in UDP).
 ///
 /// Asks for their number, because a list of them has their keys.
 ///
 /// # Errors
-/// If the query to the kernel fails. A kernel without IPsec has none, which is not an error.
-pub fn has_associations() -> io::Result<bool> {
+/// If the query to the kernel fails. `None`: the kernel has no IPsec, which is not an error.
+pub fn has_associations() -> io::Result<Option<bool>> {
     let mut netlink = match Netlink::open(NETLINK_XFRM) {
         Ok(netlink) => netlink,
-        Err(error) if is_absent(&error) => return Ok(false),
+        Err(error) if is_absent(&error) => return Ok(None),
         Err(error) => return Err(error),
     };
     let mut found = false;
@@ -132,7 +132,7 @@ pub fn has_associations() -> io::Result<bool> {
         let count = content(attributes, XFRMA_SAD_CNT);
         found |= count.is_some_and(|count| count.iter().any(|byte| *byte != 0));
     })?;
-    Ok(found)
+    Ok(Some(found))
 }
 
 fn is_absent(error: &io::Error) -> bool {

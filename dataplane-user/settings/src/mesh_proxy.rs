@@ -49,7 +49,8 @@ pub struct MeshProxy {
     #[serde(skip_serializing_if = "is_default")]
     pub keepalive: Option<Timeout>,
     /// Time after which the kernel ends a connection of the agent's proxy whose client or application does not acknowledge data
-    /// or keepalive probes (`TCP_USER_TIMEOUT`). Default: the kernel's limits.
+    /// or keepalive probes, or takes no data (`TCP_USER_TIMEOUT`): then one unanswered probe may end a silent connection. Default:
+    /// the kernel's limits.
     #[serde(skip_serializing_if = "is_default")]
     pub user_timeout: Option<Timeout>,
     /// How long the agent's proxy holds a connection of a workload with `egress: deny` whose destination the agent does not

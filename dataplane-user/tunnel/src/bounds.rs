@@ -116,6 +116,7 @@ impl Bounds {
         }
         for (free, what) in free.iter().zip(WHAT) {
             match free {
+                [0, ..] => return wait("the agent", what),
                 [_, 0, _] => return wait("its namespace", what),
                 [_, _, 0] => return wait("its listener", what),
                 _ => {}

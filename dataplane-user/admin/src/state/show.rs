@@ -96,8 +96,7 @@ impl State {
             place: "mesh".to_owned(),
             text: format!(
                 "{name}: the agent has refused {} tunnels (port 15008) and let tunnels wait {} times, the last time because \
-                 {} has its share of {}; with -v, the log names the clients, and with more open files (LimitNOFILE=) the \
-                 agent takes more tunnels",
+                 {} has its share of {}; with -v, the log names the clients that were refused",
                 bounded.refused, bounded.deferred, why.holder, why.what
             ),
         })
