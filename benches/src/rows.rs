@@ -38,6 +38,29 @@ pub struct Row {
 }
 
 impl Row {
+    /// Makes a row of a node without services, from the values of each round.
+    pub fn new(
+        bench: &'static str,
+        path: &'static str,
+        case: &'static str,
+        (metric, unit): (&'static str, &'static str),
+        rounds: Rounds,
+    ) -> Self {
+        Self {
+            bench,
+            path,
+            case,
+            services: 0,
+            metric,
+            unit,
+            value: median(&mut rounds.concat()),
+            baseline: None,
+            ratio: None,
+            failed: rounds.iter().filter(|round| round.is_empty()).count(),
+            rounds,
+        }
+    }
+
     /// All values, of all rounds.
     fn values(&self) -> Vec<f64> {
         self.rounds.concat()

@@ -13,7 +13,7 @@ use crate::{
     extent::order,
     rows::{Rounds, Row, Target, find},
     say,
-    stats::{median, percentile},
+    stats::percentile,
 };
 
 /// Names of the cases, in order.
@@ -75,19 +75,7 @@ fn row(
     unit: &'static str,
     rounds: Rounds,
 ) -> Row {
-    Row {
-        bench: "dns",
-        path,
-        case,
-        services: 0,
-        metric,
-        unit,
-        value: median(&mut rounds.concat()),
-        baseline: None,
-        ratio: None,
-        failed: rounds.iter().filter(|round| round.is_empty()).count(),
-        rounds,
-    }
+    Row::new("dns", path, case, (metric, unit), rounds)
 }
 
 /// Sets the baseline of each row, and the ratio to the baseline's value.

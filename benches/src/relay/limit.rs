@@ -76,19 +76,7 @@ fn cpu() -> anyhow::Result<f64> {
 /// Returns the rows of encryption, of the limit, and of the tunnels' distance to it. The limit is encryption, and relaying
 /// plaintext twice: a tunnel has two ends, each of which reads one socket and writes another.
 pub fn rows(rows: &[Row], of_crypto: Rounds) -> Vec<Row> {
-    let row = |path, case, (metric, unit), rounds: Rounds| Row {
-        bench: "relay",
-        path,
-        case,
-        services: 0,
-        metric,
-        unit,
-        value: median(&mut rounds.concat()),
-        baseline: None,
-        ratio: None,
-        failed: 0,
-        rounds,
-    };
+    let row = |path, case, metric, rounds| Row::new("relay", path, case, metric, rounds);
     let crypto = median(&mut of_crypto.concat());
     let mut made = vec![row("aes-128-gcm", "bulk-1cpu", METRIC, of_crypto)];
     for case in ["bulk", "bulk-1cpu"] {

@@ -107,7 +107,7 @@ struct Stalled {
 pub struct Exceeded {
     /// The holder, such as `one client`.
     pub holder: &'static str,
-    /// What it has its share of, such as `tunnels to this node`.
+    /// The shared limit, such as `tunnels to this node`.
     pub what: &'static str,
 }
 

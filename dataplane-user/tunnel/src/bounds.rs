@@ -24,12 +24,12 @@ const SHARE: usize = 4;
 const UNFINISHED: usize = 0;
 /// The index of the counts of all tunnels.
 const ALL: usize = 1;
-/// What is shared, by index.
+/// The names of the shared limits, by index.
 const WHAT: [&str; 2] = [
     "unfinished TLS handshakes with this node",
     "tunnels to this node",
 ];
-/// What a listening socket has its own limits of.
+/// The name of the limit of a listening socket.
 const OF_SOCKET: &str = "tunnels to this workload";
 
 /// A holder of tunnels. Each tunnel has one of each kind.

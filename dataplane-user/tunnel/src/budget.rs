@@ -31,7 +31,7 @@ pub struct Budget {
     accounts: Mutex<HashMap<Box<str>, Weak<Account>>>,
 }
 
-/// What the streams of the workloads of one namespace hold of a budget.
+/// The bytes of a budget that the streams of the workloads of one namespace hold.
 #[derive(Debug)]
 pub struct Account {
     budget: Arc<Budget>,

@@ -1,6 +1,6 @@
 //! Cells whose holders died, slots that lead to cells, and ports of the node's.
 
-use super::*;
+use super::{pressure::established, *};
 
 #[test]
 fn a_cell_of_a_dead_holder_is_freed_with_its_slot() {

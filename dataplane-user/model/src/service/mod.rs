@@ -163,17 +163,10 @@ impl Service {
             records => records,
         };
         Self {
-            cluster_ips: SmallVec::new(),
-            external_ips: SmallVec::new(),
-            load_balancer_ips: SmallVec::new(),
-            source_ranges: SmallVec::new(),
-            affinity: None,
-            internal_policy: TrafficPolicy::Cluster,
-            external_policy: TrafficPolicy::Cluster,
-            health_check_node_port: None,
-            ports: SmallVec::new(),
+            created: self.created,
+            aside: self.aside,
             records,
-            ..self
+            ..Self::new(self.name, self.kind)
         }
     }
 
@@ -189,9 +182,7 @@ impl Service {
         let served = served.iter();
         named.chain(served.map(|port| (&*port.name, port.protocol.into(), port.port)))
     }
-}
 
-impl Service {
     /// Makes a service without addresses and ports.
     pub fn new(name: ServiceName, kind: ServiceType) -> Self {
         Self {

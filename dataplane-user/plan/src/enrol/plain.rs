@@ -357,6 +357,22 @@ mod tests {
         }
     }
 
+    /// The tables and a workload's entry with these decisions.
+    fn written(clients: PlainClients) -> (Captured, Local) {
+        let policy = Policy {
+            plain_clients: Some(Arc::new(clients)),
+            ..Policy::default()
+        };
+        let mut tables = Captured::default();
+        let (policy, flags) = Numbers::after(7).add(&policy, false, &mut tables);
+        let local = Local {
+            policy,
+            flags,
+            ..Local::default()
+        };
+        (tables, local)
+    }
+
     /// In the order in which the kernel's tables lose the entries of an old policy.
     #[test]
     fn a_policy_that_goes_refuses_until_the_end() {
@@ -369,17 +385,7 @@ mod tests {
             others: all(&Verdict::Allowed),
             of_root: false,
         };
-        let policy = Policy {
-            plain_clients: Some(Arc::new(clients)),
-            ..Policy::default()
-        };
-        let mut tables = Captured::default();
-        let (policy, flags) = Numbers::after(7).add(&policy, false, &mut tables);
-        let local = Local {
-            policy,
-            flags,
-            ..Local::default()
-        };
+        let (mut tables, local) = written(clients);
         let client: IpAddr = "10.0.0.1".parse().unwrap();
         let judged = |tables: &Captured, port| capture::judged(tables, &local, client.into(), port);
         assert_eq!(judged(&tables, 81), CAPTURED);
@@ -390,18 +396,7 @@ mod tests {
 
     #[test]
     fn a_rule_that_is_missing_allows_nobody() {
-        let clients = PlainClients::closed();
-        let policy = Policy {
-            plain_clients: Some(Arc::new(clients)),
-            ..Policy::default()
-        };
-        let mut tables = Captured::default();
-        let (policy, flags) = Numbers::after(7).add(&policy, false, &mut tables);
-        let local = Local {
-            policy,
-            flags,
-            ..Local::default()
-        };
+        let (mut tables, local) = written(PlainClients::closed());
         let client: IpAddr = "10.0.0.1".parse().unwrap();
         let judged = |tables: &Captured| capture::judged(tables, &local, client.into(), 80);
         assert_ne!(judged(&tables), CAPTURED);

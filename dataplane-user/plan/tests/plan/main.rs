@@ -7,6 +7,7 @@
 )]
 
 mod budgets;
+mod clusters;
 mod live;
 mod oracle;
 mod properties;

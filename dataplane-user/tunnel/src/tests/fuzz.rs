@@ -62,7 +62,7 @@ fn change(random: &mut SmallRng, bytes: &mut Vec<u8>, pieces: &[&[u8]]) {
     }
 }
 
-/// What is no TLS, further records, and parts of a ClientHello.
+/// Bytes of other protocols, further TLS records, and parts of a ClientHello.
 const OF_TLS: &[&[u8]] = &[
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",

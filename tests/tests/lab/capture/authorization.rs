@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_common::Reason;
-use dataplane_tests::{Host, api::Resource, report::Report};
+use dataplane_tests::{Host, Process, api::Resource, patience, report::Report};
 use serde_json::{Value, json};
 
 use super::{World, explain::explain, istio::Site, list, pod, pod_of, probes::Kubelet};
@@ -240,13 +240,23 @@ fn a_policy_ends_the_live_connections_that_it_forbids() -> Result<()> {
             "{now} connections are open a second after the policy holds"
         );
     }
-    for mut process in forbidden {
-        process.close_stdin();
-        let report: Report = process.wait_json()?;
+    are_reset(forbidden)?;
+    others.into_iter().try_for_each(lived)
+}
+
+/// Checks that these connections of [`Host::hold`] are reset within a second.
+pub fn are_reset(connections: impl IntoIterator<Item = Process>) -> Result<()> {
+    let start = Instant::now();
+    for mut connection in connections {
+        while connection.try_wait()?.is_none() {
+            let passed = start.elapsed();
+            ensure!(passed < patience(Duration::from_secs(1)), "it goes on");
+        }
+        let report: Report = connection.wait_json()?;
         let count = report.errors.get("ECONNRESET").copied().unwrap_or_default();
         ensure!(count == 1, "it should be reset: {report:?}");
     }
-    others.into_iter().try_for_each(lived)
+    Ok(())
 }
 
 fn what_cannot_be_read_allows_nothing() -> Result<()> {

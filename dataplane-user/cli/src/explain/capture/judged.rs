@@ -143,7 +143,7 @@ impl Outcome {
 mod tests {
     use super::*;
 
-    /// What the tables say, what the evaluator says, and what holds.
+    /// The reason from the tables, the evaluator's decision, and the resulting decision.
     #[test]
     fn a_table_that_refuses_is_not_overridden() {
         for (reason, allowed, wanted) in [

@@ -22,8 +22,8 @@ use self::{
     steps::{Step, admits, entry_name, steps},
 };
 use super::{
+    clusters::apply,
     oracle::{self, Claim},
-    properties::apply,
 };
 
 const HOSTILE: &str = "evil";

@@ -20,7 +20,7 @@ use source::{
 };
 
 use super::{
-    super::properties::{Change, change, ips, service},
+    super::clusters::{Change, change, ips, service},
     HOSTILE, NOW,
 };
 
