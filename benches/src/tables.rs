@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context as _, ensure};
 use dataplane_tests::Lab;
-use kernel::{Kernel, Limits, Paths};
+use kernel::{Kernel, Paths, tables::Limits};
 use model::{ServiceName, Snapshot};
 use plan::Planner;
 
@@ -130,7 +130,7 @@ fn load(lab: &Lab, snapshot: &Snapshot) -> anyhow::Result<(Kernel, Planner, Dura
         bpffs: lab.bpffs()?.join("tables"),
         cgroup: lab.node_cgroup("tables"),
     };
-    kernel::cleanup(&paths.bpffs, false)?;
+    kernel::cleanup::cleanup(&paths.bpffs, false)?;
     let mut kernel = Kernel::open(&paths, Limits::default())?;
     let mut planner = Planner::new();
     let start = Instant::now();

@@ -10,8 +10,8 @@ use dataplane_common::{
 };
 use dataplane_tests::Lab;
 use kernel::{
-    Direction,
     rig::{Hash, Plain, Rig, SkbContext, Table as Conntrack},
+    tc::Direction,
 };
 use nix::time::{ClockId, clock_gettime};
 

@@ -4,7 +4,7 @@
 use std::net::IpAddr;
 
 use anyhow::{Context as _, Result, ensure};
-use kernel::{Direction, rig::SkbContext};
+use kernel::{rig::SkbContext, tc::Direction};
 
 use crate::{
     campaign::{Scene, plain_config},

@@ -8,8 +8,8 @@ use anyhow::Result;
 use dataplane_common::packet::{FlowKey, PortKey};
 use dataplane_tests::Lab;
 use kernel::{
-    Direction,
     rig::{Rig, SkbContext},
+    tc::Direction,
 };
 
 use crate::{

@@ -177,6 +177,9 @@ const IDLE: [(&str, u32); 3] = [
 ];
 /// The maximum number of idle connections of tunnels.
 const IDLE_OF_TUNNELS: u32 = 9_000;
+/// The part of the possible connections that one client of tunnels may have: the agent keeps an eighth of the open files
+/// for the tunnels themselves, and a fifth of the connections for other clients.
+const PART_OF_CLIENT: (u64, u64) = (3, 5);
 /// Time after which ztunnel's allocator has returned freed memory: its `malloc_conf` has twice 5 s, for dirty and for muzzy
 /// pages.
 const DECAYED: Duration = Duration::from_secs(12);
@@ -392,10 +395,11 @@ fn idle(stage: &mut Stage, extent: &Extent) -> anyhow::Result<Vec<Row>> {
     }
     let processes = stage.all().into_iter().filter(|relay| relay.is_process());
     for relay in processes {
-        let most = if relay.is_tunnel() {
-            most.min(IDLE_OF_TUNNELS)
+        let (most, possible) = if relay.is_tunnel() {
+            let of_client = possible * PART_OF_CLIENT.0 / PART_OF_CLIENT.1;
+            (most.min(IDLE_OF_TUNNELS), of_client)
         } else {
-            most
+            (most, possible)
         };
         if relay.is_tunnel() {
             std::thread::sleep(DECAYED.saturating_sub(start.elapsed()));

@@ -14,7 +14,7 @@ use dataplane_common::{
     tables::{Block, FrontendKey},
 };
 use dataplane_tests::api::Churn;
-use kernel::Tables;
+use kernel::tables::Tables;
 
 /// Time limit for a change. A change that takes longer has failed.
 const LIMIT: Duration = Duration::from_secs(30);

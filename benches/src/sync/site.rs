@@ -167,7 +167,7 @@ impl Site {
     /// kernel.
     pub fn start_from_nothing(&mut self) -> anyhow::Result<Duration> {
         self.agent.stop()?;
-        kernel::cleanup(&self.bpffs, false)?;
+        kernel::cleanup::cleanup(&self.bpffs, false)?;
         self.server.faults().note_requests(true);
         self.agent.launch()?;
         let done = wait_until_synced(&self.agent)?;

@@ -367,7 +367,7 @@ fn flows(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
 /// Writes the kernel's figures. A figure that cannot be read is absent: an alert can fire on an absent series, but a
 /// wrong figure misleads.
 fn in_kernel(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-    if let Ok(tables) = kernel::Tables::open(&state.paths.bpffs) {
+    if let Ok(tables) = kernel::tables::Tables::open(&state.paths.bpffs) {
         tables_in_kernel(&tables, state, encoder)?;
     }
     if let Ok(attachments) = kernel::attachments(&state.paths) {
@@ -387,10 +387,10 @@ fn in_kernel(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result 
 }
 
 /// Reads a figure of a table.
-type Column = fn(&kernel::Usage) -> u64;
+type Column = fn(&kernel::tables::Usage) -> u64;
 
 fn tables_in_kernel(
-    tables: &kernel::Tables,
+    tables: &kernel::tables::Tables,
     state: &State,
     encoder: &mut DescriptorEncoder<'_>,
 ) -> fmt::Result {

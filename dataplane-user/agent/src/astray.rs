@@ -11,7 +11,7 @@ use std::{
 };
 
 use dataplane_common::packet::Iface;
-use kernel::Interface;
+use kernel::interfaces::Interface;
 
 use super::{interfaces::PacketSettings, roles::Role, source_checks::Segments};
 
@@ -86,7 +86,7 @@ impl Astray {
 
 #[cfg(test)]
 mod tests {
-    use kernel::AttachOptions;
+    use kernel::packet::AttachOptions;
     use settings::Patterns;
 
     use super::*;

@@ -7,7 +7,7 @@ use std::{
 
 use dataplane_common::packet::Iface;
 use ipnet::IpNet;
-use kernel::{Interface, Network};
+use kernel::{interfaces::Interface, packet::Network};
 
 /// The interfaces as they were at earlier looks, for as long as they exist.
 #[derive(Debug, Default)]
@@ -142,7 +142,7 @@ fn leads_to_machines(bridge: &Interface, all: &[Interface]) -> bool {
 #[cfg(test)]
 mod tests {
     use dataplane_common::{Addr, packet::Iface};
-    use kernel::AttachOptions;
+    use kernel::packet::AttachOptions;
 
     use super::*;
     use crate::interfaces::PacketSettings;

@@ -7,7 +7,7 @@ use std::{
     path::Path,
 };
 
-use kernel::{Listening, Namespace, namespaces};
+use kernel::{capture::Namespace, listening::Listening, namespaces};
 use plan::enrol::Problem;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use tracing::debug;
@@ -43,7 +43,7 @@ pub fn listeners(
         return Ok(taken);
     }
     let listening = || -> Result<Vec<Listening>, Problem> {
-        let read = move || kernel::listening(port);
+        let read = move || kernel::listening::listening(port);
         namespaces::within(namespace.file.as_fd(), read).map_err(|error| {
             Problem::of_node(format!(
                 "cannot look for its proxy's listening socket: {error}"

@@ -351,7 +351,7 @@ impl Input {
         if owned.is_empty() {
             return BTreeSet::new();
         }
-        match kernel::listeners() {
+        match kernel::listening::listeners() {
             Ok(listeners) => listeners
                 .into_iter()
                 .filter_map(|listener| {

@@ -9,7 +9,10 @@ use dataplane_common::{
 };
 use ipnet::IpNet;
 use kernel::{
-    AttachOptions, Hook, Interface, Link, Network, NetworkInterface, PacketOptions, conntrack::room,
+    conntrack::room,
+    interfaces::{Interface, Link},
+    packet::{AttachOptions, Network, NetworkInterface, PacketOptions},
+    tc::Hook,
 };
 use plan::source_key;
 use settings::{PacketPath, Packets, Patterns, TcHook};
@@ -100,7 +103,7 @@ impl PacketSettings {
     }
 
     /// Returns the roles, flags and masquerade addresses of these interfaces for the packet path. `by_address` is the
-    /// result of [`ways_by_address`](kernel::ways_by_address), `earlier` that of
+    /// result of [`ways_by_address`](kernel::interfaces::ways_by_address), `earlier` that of
     /// `History::look` in `earlier.rs`.
     ///
     /// Interfaces that are down have programs, too, so that their packets are served from the moment at which they come up.

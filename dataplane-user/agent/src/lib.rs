@@ -45,7 +45,7 @@ use std::{
 };
 
 pub use input::{Input, InputError, snapshot_of, source};
-use kernel::{ServiceTables, opener};
+use kernel::{opener, tables::ServiceTables};
 pub use mesh::{namespace_with, options as mesh_options};
 use plan::{AdoptError, Planner};
 use settings::Settings;
@@ -166,7 +166,7 @@ pub fn run(
     mut settings: Settings,
     read: impl Fn() -> Result<Settings, String>,
 ) -> Result<(), Error> {
-    kernel::return_large_allocations();
+    kernel::process::return_large_allocations();
     // Before there are other threads, and before any input is read that others write.
     opener::separate().map_err(Error::Opener)?;
     let mut outdated = None;
@@ -204,7 +204,7 @@ fn deaths(events: &mpsc::Sender<Event>) -> Deaths {
 fn adopt(
     tables: &ServiceTables,
     paths: &kernel::Paths,
-    limits: kernel::Limits,
+    limits: kernel::tables::Limits,
 ) -> Result<Planner, Error> {
     let contents = tables.contents()?;
     // A running program may still read the slots that the earlier agent freed last.

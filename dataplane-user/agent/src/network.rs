@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, io};
 
 use dataplane_common::packet::{Iface, PacketConfig, SourceKey};
 use ipnet::IpNet;
-use kernel::{Interface, Network};
+use kernel::{interfaces::Interface, packet::Network};
 use nix::sys::utsname::uname;
 use plan::source_key;
 
@@ -24,7 +24,7 @@ pub fn network(
     }
     let preemptible = is_preemptible()?;
     // Ways are cached for each CPU, and with preemption no program has its CPU to itself.
-    let by_address = !preemptible && kernel::ways_by_address();
+    let by_address = !preemptible && kernel::interfaces::ways_by_address();
     let network = settings.network(interfaces, earlier, by_address);
     let mut network = network.map_err(|source| kernel::Error::Io {
         what: "cannot find out the host's ephemeral ports".to_owned(),
@@ -35,10 +35,14 @@ pub fn network(
         if let Some(known) = network.interfaces.get(&interface.index)
             && known.flags & Iface::LOCAL == 0
         {
-            uplinks.insert(interface.index, kernel::reverse_path(&interface.name));
+            uplinks.insert(
+                interface.index,
+                kernel::routing::reverse_path(&interface.name),
+            );
         }
     }
-    let shown = !uplinks.values().any(|asked| *asked == 1) || kernel::shows_reverse_paths()?;
+    let shown =
+        !uplinks.values().any(|asked| *asked == 1) || kernel::routing::shows_reverse_paths()?;
     for (index, asked) in uplinks {
         if let Some(known) = network.interfaces.get_mut(&index) {
             known.flags |= match asked {
@@ -51,9 +55,9 @@ pub fn network(
     if preemptible {
         network.config.flags |= PacketConfig::PREEMPTIBLE;
     }
-    network.config.errors = kernel::error_limits();
-    network.policies = kernel::ipsec_policies()?;
-    let host = kernel::host_networks()?.into_iter();
+    network.config.errors = kernel::packet::error_limits();
+    network.policies = kernel::routing::ipsec_policies()?;
+    let host = kernel::routing::host_networks()?.into_iter();
     network.host = host.map(|net| source_key(SourceKey::HOST, &net)).collect();
     for bridge in interfaces.iter().filter(|known| known.kind == "bridge") {
         let known = network.interfaces.get(&bridge.index);

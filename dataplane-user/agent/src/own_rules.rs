@@ -19,7 +19,10 @@ use dataplane_common::{
     packet::Iface,
     tables::by_packets::{ASKED, NESTED, RAW, RULES},
 };
-use kernel::{ByPackets, KnownPods, Own, PacketTables, PodNamespace};
+use kernel::{
+    packet::PacketTables,
+    pods::{ByPackets, KnownPods, Own, PodNamespace},
+};
 use model::Place;
 use plan::Served;
 use settings::Patterns;
@@ -126,12 +129,12 @@ impl Worker {
             let pods: BTreeSet<u32> = pods.map(|(index, _)| index).collect();
             let captured = self.table.captured()?;
             let asked = self.asked();
-            for pod in kernel::pod_namespaces(&pods, &mut self.known)? {
+            for pod in kernel::pods::pod_namespaces(&pods, &mut self.known)? {
                 if captured.contains(&pod.cookie) {
                     // A mesh decides about these pods at the socket.
                     continue;
                 }
-                let name = kernel::interface_name(pod.interface);
+                let name = kernel::tc::name(pod.interface);
                 let asked = asked.get(&pod.interface).copied();
                 if let Some(value) = value(&pod, &name, asked, &self.chosen) {
                     let others = of_pods.entry(pod.interface).or_insert(0);
@@ -168,7 +171,7 @@ impl Worker {
                 (workload.by_packets, &workload.place)
             {
                 for addr in &workload.addresses {
-                    let interface = kernel::way_to(*addr).ok().flatten();
+                    let interface = kernel::interfaces::way_to(*addr).ok().flatten();
                     asked.extend(interface.map(|interface| (interface, by_packets)));
                 }
             }

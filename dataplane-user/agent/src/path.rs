@@ -116,8 +116,8 @@ impl Path {
         if self.wanted != PacketPath::Auto {
             return Ok(false);
         }
-        let filtered = kernel::ingress_of_others(bpffs)?;
-        let followed = self.bypass && kernel::has_programs_after_ours(bpffs, interfaces);
+        let filtered = kernel::tc::ingress_of_others(bpffs)?;
+        let followed = self.bypass && kernel::tc::has_programs_after_ours(bpffs, interfaces);
         let is_news = filtered != self.filtered || followed != self.followed;
         (self.filtered, self.followed) = (filtered, followed);
         Ok(is_news)

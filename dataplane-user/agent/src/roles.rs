@@ -5,7 +5,7 @@
 //! pods are neither, because each packet on a bridge also passes one of the bridge's ports.
 
 use ipnet::IpNet;
-use kernel::Interface;
+use kernel::interfaces::Interface;
 
 /// The role of an interface in the packet path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use dataplane_common::packet::Iface;
-use kernel::Interface;
+use kernel::interfaces::Interface;
 use settings::Patterns;
 
 /// How many interfaces stand on each other at most, as a VLAN in a VLAN does.

@@ -69,7 +69,7 @@ pub fn serve(
 struct Wanted<'a> {
     settings: &'a Settings,
     paths: kernel::Paths,
-    limits: kernel::Limits,
+    limits: kernel::tables::Limits,
     packet: PacketSettings,
     source: Source,
     /// The agent's own socket.
@@ -102,12 +102,12 @@ struct Running {
 
 impl<'a> Wanted<'a> {
     fn of(settings: &'a Settings) -> Result<Self, Error> {
-        let default = kernel::Limits::default();
+        let default = kernel::tables::Limits::default();
         let names = settings.dns.as_ref().is_some_and(Dns::is_on);
         Ok(Self {
             settings,
             paths: kernel::Paths::find(settings.kernel.bpffs(), settings.kernel.cgroup.clone())?,
-            limits: kernel::Limits {
+            limits: kernel::tables::Limits {
                 frontends: settings.limits.frontends.unwrap_or(default.frontends),
                 endpoints: settings.limits.endpoints.unwrap_or(default.endpoints),
                 affinity: settings.limits.affinity_clients.unwrap_or(default.affinity),

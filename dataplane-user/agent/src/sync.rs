@@ -14,7 +14,7 @@ use dataplane_common::{
     Addr, Port, Protocol,
     tables::{Frontend, FrontendKey, Kind},
 };
-use kernel::ServiceTables;
+use kernel::tables::ServiceTables;
 use plan::{Departures, Plan, Planner, Served};
 use tokio::sync::watch;
 use tracing::{debug, error, info, warn};
@@ -282,7 +282,7 @@ impl Sync {
 
     /// Returns memory to the kernel that reading no longer needs.
     fn tidy(&mut self) {
-        kernel::give_back_freed_memory();
+        kernel::process::give_back_freed_memory();
         self.tidied = Instant::now();
         self.untidy = false;
     }

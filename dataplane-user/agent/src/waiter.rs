@@ -8,7 +8,7 @@ use std::{
 };
 
 use admin::{Listeners, State, cni::Registrations};
-use kernel::{ChangeNews, News};
+use kernel::{ChangeNews, interfaces::News};
 use source::kubernetes::Reviewer;
 use threads::may_panic;
 use tokio::{

@@ -78,7 +78,7 @@ impl CleanupArgs {
             }
         }
         let bpffs = self.paths.bpffs();
-        let items = match kernel::cleanup(&bpffs, self.dry_run) {
+        let items = match kernel::cleanup::cleanup(&bpffs, self.dry_run) {
             Ok(items) => items,
             Err(error @ kernel::Error::Busy { .. }) => {
                 eprintln!("dataplane: {error}");

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::bail;
 use clap::Args;
-use kernel::raise;
+use kernel::boot;
 use settings::Settings;
 use terminal::{PathArgs, exit};
 
@@ -39,7 +39,7 @@ impl GuardArgs {
         }
         let bpffs = self.paths.bpffs();
         let paths = kernel::Paths::find(bpffs.clone(), self.paths.cgroup.clone())?;
-        match raise::raise(&paths, agent::mesh_options(&self.settings)) {
+        match boot::raise(&paths, agent::mesh_options(&self.settings)) {
             Ok(is_new) => println!(
                 "The guard in {} {}: connections from all network namespaces except the node's are refused until an \
                  agent has taken over.",

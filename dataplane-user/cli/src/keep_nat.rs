@@ -4,7 +4,7 @@ use std::{io, process::ExitCode};
 
 use anyhow::{Context as _, anyhow};
 use clap::Args;
-use kernel::{keep_nat, nf_conntrack};
+use kernel::{netfilter::keep_nat, nf_conntrack};
 
 /// Keep the kernel's own NAT and connection tracking on while kube-proxy's rules are removed.
 ///

@@ -221,7 +221,7 @@ mod tests {
     fn the_schema_says_the_defaults_of_limits() {
         let schema = settings::config::schema();
         let limits = &schema["properties"]["limits"]["properties"];
-        let default = kernel::Limits::default();
+        let default = kernel::tables::Limits::default();
         for (key, default) in [
             ("frontends", default.frontends),
             ("endpoints", default.endpoints),

@@ -4,7 +4,7 @@ use std::{io::Write, path::Path, process::ExitCode};
 
 use anyhow::Context;
 use clap::Args;
-use kernel::{Tables, netfilter};
+use kernel::{netfilter, tables::Tables};
 use model::ServiceName;
 use plan::{Change, Contents, Planner};
 use serde::Serialize;

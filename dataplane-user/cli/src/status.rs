@@ -43,9 +43,9 @@ impl StatusArgs {
             }
             Err(error @ client::Error::Denied { .. }) => return Err(error.into()),
             Err(error) => {
-                let limits = kernel::Limits::default();
+                let limits = kernel::tables::Limits::default();
                 // Without permission to look, this command must not report an unhealthy agent.
-                if let Err(denied) = kernel::Tables::open(&self.paths.bpffs())
+                if let Err(denied) = kernel::tables::Tables::open(&self.paths.bpffs())
                     && denied.is_permission()
                 {
                     return Err(denied.into());
@@ -237,7 +237,7 @@ fn packet_path(path: &str, because: Option<&str>, bypass: bool) -> String {
 
 /// Returns the text about the table of `dataplane keep-nat`.
 fn keep_nat(is_there: bool) -> String {
-    let table = kernel::keep_nat::TABLE;
+    let table = kernel::netfilter::keep_nat::TABLE;
     if is_there {
         format!(
             "nftables table inet {table} is there: the kernel goes on tracking and translating connections; \

@@ -1,63 +1,49 @@
 //! The kernel: loading, attaching, pinning and adopting our programs and tables, and writing the
 //! tables. The only room that names aya, and the only one in user space with `unsafe`.
 
-pub mod boot_guard;
-mod by_packets;
-mod capture;
+pub mod boot;
+pub mod capture;
 mod cgroup;
 mod change_news;
-mod children;
-mod cleanup;
+pub mod cleanup;
 pub mod conntrack;
-mod direct;
 mod error;
 mod fields;
-pub mod guard;
-mod host_networks;
-mod interfaces;
-mod ip_sets;
-pub mod keep_nat;
+pub mod interfaces;
 mod layouts;
 mod limits;
-mod listening;
+pub mod listening;
 mod log;
 mod map;
-mod mark_rules;
-mod memory;
 mod monitor;
 pub mod namespaces;
 pub mod netfilter;
 mod netlink;
 pub mod nf_conntrack;
-mod nft_requests;
 mod object;
 mod open;
 pub mod opener;
-mod packet;
+pub mod packet;
 mod pins;
-mod pod_namespaces;
-mod privileges;
+pub mod pods;
 pub mod probe;
+pub mod process;
 mod programs;
 mod protected;
-pub mod raise;
-mod reverse_path;
 #[cfg(feature = "testing")]
 pub mod rig;
+pub mod routing;
 mod rtnetlink;
-mod services;
 pub mod sockets;
 mod sources;
 mod sys;
 pub mod sysctl;
-mod tables;
-mod tc;
+pub mod tables;
+pub mod tc;
 #[cfg(feature = "testing")]
 pub mod trial;
 #[cfg(feature = "testing")]
 pub mod verifier;
-mod ways_out;
-mod xfrm;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -71,51 +57,26 @@ use std::{
 };
 
 use aya::Ebpf;
-pub use by_packets::ByPackets;
-pub use capture::{
-    Capture, CaptureOptions, CaptureTables, InterfaceRule, Listeners, Machines, Marks, Namespace,
-    OUR_TABLE, Pairs, QueryLease, QuerySockets, Unrouted, addresses, indices, is_the_nodes,
-    open_listeners, open_query_sockets, open_resolver_sockets, open_transparent_listeners,
-    open_tunnel_listeners, route_answers, route_answers_no_more, route_interfaces,
-    route_to_sockets, sockets_of_listeners, this_namespace, unroute_interfaces,
-};
 pub use cgroup::cgroup2_root;
 pub use change_news::ChangeNews;
-pub use children::ends_with_us;
-pub use cleanup::{CleanupItem, cleanup, retire};
-pub use direct::DirectFlows;
 pub use error::Error;
-pub use host_networks::host_networks;
-pub use interfaces::{
-    Interface, Link, News, interfaces, leaves_by, links, way_to, ways_by_address,
-};
-pub use ip_sets::make_ip_sets;
-pub use limits::error_limits;
-pub use listening::{Listener, Listening, listeners, listening};
-pub use mark_rules::{MarkRule, mark_rules, remove_mark_rules};
-pub use memory::{give_back_freed_memory, return_large_allocations};
 pub use monitor::Monitor;
 use nix::fcntl::Flock;
 pub use open::Loading;
-pub use packet::{
-    AttachOptions, Network, NetworkInterface, PacketOptions, PacketTables, PacketWays,
-    interface_attachments,
-};
 use plan::{Captured, Contents, Demand, Write, ipsec::Policy};
-pub use pod_namespaces::{KnownPods, Own, PodNamespace, pod_namespaces};
-pub use privileges::keep_network_only;
 pub use programs::Attachment;
-pub use reverse_path::{reverse_path, reverse_paths, shows_reverse_paths};
-pub use services::ServiceTables;
-pub use tables::{Growth, Limits, Tables, Usage};
-pub use tc::{
-    Direction, Hook, InterfaceAttachment, egress_of_others, has_programs_after_ours,
-    ingress_of_others, name as interface_name,
-};
-pub use ways_out::{Way, ways_out};
-pub use xfrm::policies as ipsec_policies;
 
-use self::{error::Doing, log::ProgramLog, packet::PacketPath, pins::Pins};
+use self::{
+    boot::guard,
+    capture::{Capture, Namespace},
+    cleanup::{CleanupItem, cleanup},
+    conntrack::DirectFlows,
+    log::ProgramLog,
+    packet::{Network, PacketPath},
+    pins::Pins,
+    tables::{Growth, ServiceTables, Tables},
+    tc::Hook,
+};
 
 /// The directories of one node's programs and tables.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -323,7 +284,7 @@ impl Kernel {
     /// If the sign of the guard cannot be removed. The next agent then guards again.
     pub fn end_boot_guard(&mut self) -> Result<(), Error> {
         self.capture.boot_guard = false;
-        boot_guard::lower(self.pins.root())
+        guard::lower(self.pins.root())
     }
 
     /// Attaches capture's program to these interfaces of workloads, and detaches it from all others. Call it before
@@ -419,12 +380,4 @@ pub fn writer(bpffs: &Path) -> Option<u32> {
 /// If the cgroup cannot be opened.
 pub fn attachments(paths: &Paths) -> Result<Vec<Attachment>, Error> {
     programs::attachments(&Pins::new(&paths.bpffs), &paths.cgroup)
-}
-
-/// The cookie of the network namespace that this thread is in.
-///
-/// # Errors
-/// If the kernel is older than 5.14.
-pub fn netns_cookie() -> Result<u64, Error> {
-    sys::netns_cookie().doing(|| "cannot ask for this network namespace's cookie".to_owned())
 }

@@ -15,7 +15,11 @@ use std::{
 use nix::sched::{CloneFlags, setns};
 use socket2::{Domain, Socket, Type};
 
-use super::opener::{self, Opened, Sockets};
+use super::{
+    error::{Doing, Error},
+    opener::{self, Opened, Sockets},
+    sys,
+};
 
 /// The directory of named namespaces (`ip netns`, container runtimes).
 const NAMED: &str = "/run/netns";
@@ -31,6 +35,14 @@ const TELLING: Sockets = Sockets {
     protocol: None,
     count: 1,
 };
+
+/// The cookie of the network namespace that this thread is in.
+///
+/// # Errors
+/// If the kernel is older than 5.14.
+pub fn netns_cookie() -> Result<u64, Error> {
+    sys::netns_cookie().doing(|| "cannot ask for this network namespace's cookie".to_owned())
+}
 
 /// The PID namespace of the machine (`PROC_PID_INIT_INO` in `include/linux/proc_ns.h`).
 const OF_THE_MACHINE: &str = "pid:[4026531836]";

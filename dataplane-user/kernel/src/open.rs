@@ -7,15 +7,18 @@ use dataplane_common::Addr;
 use tracing::info;
 
 use super::{
-    Capture, CaptureOptions, DirectFlows, Error, Kernel, Limits, PacketOptions, Paths,
-    ServiceTables, Tables, Waiting, cgroup, cleanup,
-    conntrack::Conntrack,
+    Error, Kernel, Paths, Waiting,
+    capture::{Capture, CaptureOptions},
+    cgroup, cleanup,
+    conntrack::{Conntrack, DirectFlows},
     error::Doing,
     log::ProgramLog,
     object,
-    packet::PacketPath,
+    packet::{PacketOptions, PacketPath},
     pins::{FLOW_MAPS, MAPS, Pins},
-    programs, sys, tc,
+    programs, sys,
+    tables::{Limits, ServiceTables, Tables},
+    tc,
 };
 
 impl Kernel {

@@ -23,14 +23,15 @@ use plan::Write;
 use zerocopy::IntoBytes as _;
 
 use super::{
-    DirectFlows, Network, PacketOptions, Tables,
+    conntrack::DirectFlows,
     error::{Doing, Error},
     map::Mapped,
-    packet::PacketPath,
+    packet::{Network, PacketOptions, PacketPath},
     pins::{Pins, slots_for, spec},
     programs::{self, CAPTURE_PROGRAMS},
-    services::write,
     sys,
+    tables::Tables,
+    tables::services::write,
     tc::Direction,
 };
 pub use super::{

@@ -1,7 +1,7 @@
 //! Identifies the owner of a rule with two tables: one of owners, one of signatures. A signature is the beginning of a
 //! name, so it also matches new chains of a known owner. The longest matching signature wins.
 
-use kernel::{MarkRule, OUR_TABLE};
+use kernel::{capture::OUR_TABLE, routing::MarkRule};
 
 /// The action for an owner's rules when the dataplane takes over a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -336,7 +336,10 @@ mod tests {
 
     #[test]
     fn the_own_tables_are_known() {
-        for table in [kernel::keep_nat::TABLE, kernel::guard::TABLE] {
+        for table in [
+            kernel::netfilter::keep_nat::TABLE,
+            kernel::netfilter::guard::TABLE,
+        ] {
             assert_eq!(of_table(table), Some(OURS), "{table}");
         }
     }

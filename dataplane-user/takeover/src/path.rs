@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use kernel::{MarkRule, netfilter};
+use kernel::{netfilter, routing::MarkRule};
 use plan::ipsec::Policy;
 
 use super::{
@@ -21,15 +21,15 @@ const NAMED: usize = 3;
 pub fn look(bpffs: &Path) -> Result<Option<String>, kernel::Error> {
     match look_at_chains()?.because {
         None => {
-            let filtered = kernel::ingress_of_others(bpffs)?;
-            of_the_rest(&kernel::ipsec_policies()?, filtered.as_deref())
+            let filtered = kernel::tc::ingress_of_others(bpffs)?;
+            of_the_rest(&kernel::routing::ipsec_policies()?, filtered.as_deref())
         }
         because => Ok(because),
     }
 }
 
 /// Returns the reason that is no chain of netfilter: an IPsec policy, a routing rule, or filters on the way in of the
-/// interface `filtered` ([`kernel::ingress_of_others`]).
+/// interface `filtered` ([`kernel::tc::ingress_of_others`]).
 ///
 /// # Errors
 /// If a query to the kernel fails.
@@ -37,7 +37,7 @@ pub fn of_the_rest(
     policies: &[Policy],
     filtered: Option<&str>,
 ) -> Result<Option<String>, kernel::Error> {
-    let of_routing = of_routing(policies, &kernel::mark_rules()?);
+    let of_routing = of_routing(policies, &kernel::routing::mark_rules()?);
     let of_filters = || Some(format!("filters on the way in of interface {}", filtered?));
     Ok(of_routing.or_else(of_filters))
 }
@@ -113,7 +113,7 @@ fn of_routing(policies: &[Policy], rules: &[MarkRule]) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use kernel::{
-        OUR_TABLE,
+        capture::OUR_TABLE,
         netfilter::{Base, Chain, Rule, Verdict},
     };
     use plan::ipsec;

@@ -48,7 +48,8 @@ impl fmt::Display for Namespace {
 ///
 /// If the kernel does not tell its cookie.
 pub fn own() -> anyhow::Result<Namespace> {
-    let cookie = kernel::netns_cookie().context("cannot ask for the network namespace's cookie")?;
+    let cookie =
+        namespaces::netns_cookie().context("cannot ask for the network namespace's cookie")?;
     Ok(Namespace {
         cookie,
         place: "this command's own".to_owned(),
@@ -104,7 +105,7 @@ pub fn of_process(pid: u32) -> anyhow::Result<Namespace> {
 ///
 /// If it was found, and cannot be entered any more.
 pub fn with_cookie(cookie: u64) -> anyhow::Result<Option<Namespace>> {
-    find(|| Ok(kernel::netns_cookie().map_err(io::Error::other)? == cookie))
+    find(|| Ok(namespaces::netns_cookie().map_err(io::Error::other)? == cookie))
 }
 
 /// Returns the first namespace for which the condition holds. Skips namespaces that cannot be entered, such as those of
@@ -126,8 +127,10 @@ fn find(is: impl Fn() -> io::Result<bool> + Sync) -> anyhow::Result<Option<Names
 ///
 /// If it cannot be entered.
 pub fn at(path: &Path) -> anyhow::Result<Namespace> {
-    let cookie = inside(path, || kernel::netns_cookie().map_err(io::Error::other))
-        .with_context(|| format!("{}: cannot enter this network namespace", path.display()))?;
+    let cookie = inside(path, || {
+        namespaces::netns_cookie().map_err(io::Error::other)
+    })
+    .with_context(|| format!("{}: cannot enter this network namespace", path.display()))?;
     Ok(Namespace {
         cookie,
         place: path.display().to_string(),

@@ -18,7 +18,10 @@ use dataplane_common::{
     tables::{Endpoint, FrontendKey, Kind},
 };
 use dataplane_tests::Lab;
-use kernel::{Network, NetworkInterface, rig::Rig};
+use kernel::{
+    packet::{Network, NetworkInterface},
+    rig::Rig,
+};
 use plan::ipsec::Policy;
 
 use self::lab::interfaces;

@@ -19,9 +19,9 @@ use dataplane_proof::{
     wire::{Packet, flags},
 };
 use kernel::{
-    Direction,
     conntrack::Flow,
     rig::{SkbContext, Table},
+    tc::Direction,
 };
 use rand::{RngExt as _, SeedableRng as _, rngs::SmallRng};
 

@@ -14,7 +14,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Host, Lab, Process, report::LoadReport};
-use kernel::{Kernel, Limits, Paths};
+use kernel::{Kernel, Paths, tables::Limits};
 use model::{Endpoint, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot};
 use nix::time::ClockId;
 use plan::Planner;

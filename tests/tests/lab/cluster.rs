@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use dataplane_common::Reason;
 use dataplane_tests::{Agent, Host, Lab, Process, patience, report::Report};
-use kernel::Tables;
+use kernel::tables::Tables;
 
 use crate::manifest::{Manifests, Service};
 

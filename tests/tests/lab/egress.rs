@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::Host;
-use kernel::{Hook, trial};
+use kernel::{tc::Hook, trial};
 use serde_json::Value;
 
 use crate::{

@@ -16,7 +16,7 @@ use dataplane_tests::{
     patience,
     report::LoadReport,
 };
-use kernel::Tables;
+use kernel::tables::Tables;
 use serde_json::{Value, json};
 
 use crate::{

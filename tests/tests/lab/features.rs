@@ -63,9 +63,13 @@ fn each_network_namespace_has_its_cookie() -> Result<()> {
         .node("node1")
         .pod("node1", "a", "10.244.1.5")
         .build()?;
-    let cookie = |host| on(host, |_| Ok(kernel::netns_cookie()?));
+    let cookie = |host| on(host, |_| Ok(kernel::namespaces::netns_cookie()?));
     let (node, pod) = (lab.node("node1"), lab.pod("a"));
-    let cookies = [cookie(node)?, cookie(pod)?, kernel::netns_cookie()?];
+    let cookies = [
+        cookie(node)?,
+        cookie(pod)?,
+        kernel::namespaces::netns_cookie()?,
+    ];
     let [a, b, c] = cookies;
     ensure!(a != b && b != c && a != c, "not three: {cookies:?}");
     ensure!(

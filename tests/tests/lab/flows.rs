@@ -9,7 +9,7 @@ use dataplane_tests::{
     Host, Lab, Process, is_long,
     report::{Flow, Report},
 };
-use kernel::Hook;
+use kernel::tc::Hook;
 
 use crate::{
     cluster::{Cluster, TCP, UDP, eventually, reaches},

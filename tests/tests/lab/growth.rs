@@ -15,7 +15,7 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use dataplane_common::{Addr, Port, Protocol, decide::Tables as _, tables::FrontendKey};
 use dataplane_tests::{Agent, Lab, report::LoadReport};
-use kernel::Tables;
+use kernel::tables::Tables;
 use serde_json::Value;
 
 use crate::{

@@ -11,7 +11,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use dataplane_peers::{Cluster as Peers, Mode};
 use dataplane_tests::{Command, Host, Lab};
-use kernel::make_ip_sets;
+use kernel::netfilter::make_ip_sets;
 use serde_json::{Value, json};
 
 use crate::{

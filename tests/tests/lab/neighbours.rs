@@ -6,7 +6,7 @@ use std::{fs, path::PathBuf};
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Agent, Host, Lab};
 use kernel::{
-    Hook,
+    tc::Hook,
     trial::{self, Bystander},
 };
 

@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use dataplane_tests::{Host, Lab, is_long, patience};
-use kernel::ByPackets;
+use kernel::pods::ByPackets;
 use serde_json::json;
 
 use crate::{

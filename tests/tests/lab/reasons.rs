@@ -14,8 +14,8 @@ use dataplane_common::{
 use dataplane_proof::wire::{Packet, Payload, flags};
 use dataplane_tests::{Host, Lab};
 use kernel::{
-    PacketTables,
     conntrack::{Conntrack, Flow, now},
+    packet::PacketTables,
 };
 
 use crate::{

@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use dataplane_tests::{Command, Host, Lab};
-use kernel::guard;
+use kernel::netfilter::guard;
 use serde_json::Value;
 
 use crate::{

@@ -19,7 +19,7 @@ use dataplane_proof::{
     wire::{Packet, Payload, flags},
 };
 use dataplane_tests::{Host, Lab};
-use kernel::{Direction, PacketTables, rig::SkbContext, trial};
+use kernel::{packet::PacketTables, rig::SkbContext, tc::Direction, trial};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::{

@@ -15,7 +15,7 @@ use dataplane_common::{
 };
 use dataplane_proof::campaign::{Scene, plain_config};
 use dataplane_tests::{Host, Lab};
-use kernel::{PacketTables, trial};
+use kernel::{packet::PacketTables, trial};
 use nix::sys::socket::{
     AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, setsockopt, socket, sockopt,
 };

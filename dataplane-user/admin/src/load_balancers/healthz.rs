@@ -119,7 +119,7 @@ mod tests {
                 bpffs: "/nowhere".into(),
                 cgroup: "/nowhere".into(),
             },
-            kernel::Limits::default(),
+            kernel::tables::Limits::default(),
             watch::channel(Served::before_first_plan(snapshot)).1,
             false,
             source::Health::default(),

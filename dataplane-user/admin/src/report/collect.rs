@@ -6,7 +6,7 @@ use dataplane_common::{
     packet::Iface,
     tables::by_packets::{NESTED, RAW, RULES},
 };
-use kernel::keep_nat;
+use kernel::netfilter::keep_nat;
 
 use super::{
     ByPackets, Finding, Interface, OnInterface, Program, Report, Versions, Workload,
@@ -22,7 +22,7 @@ use crate::{
 /// Looks at the kernel. `agent`: the agent's status, or why it gave none.
 pub fn examine(
     paths: &kernel::Paths,
-    limits: kernel::Limits,
+    limits: kernel::tables::Limits,
     agent: Result<AgentStatus, client::Error>,
 ) -> Report {
     let mut findings = Vec::new();
@@ -65,7 +65,8 @@ pub fn examine(
         programs,
         interfaces,
         packet_path: path.map(str::to_owned),
-        bypass: kernel::PacketTables::open(&paths.bpffs).is_ok_and(|tables| tables.is_bypassed()),
+        bypass: kernel::packet::PacketTables::open(&paths.bpffs)
+            .is_ok_and(|tables| tables.is_bypassed()),
         by_packets: by_packets(paths).unwrap_or_default(),
         mesh,
         tables,
@@ -78,7 +79,7 @@ const FAST: &str = "fast";
 
 /// Returns the path of packets of services, as the programs know it. Call this if the packet path is on.
 pub fn packet_path(paths: &kernel::Paths) -> &'static str {
-    let tables = kernel::PacketTables::open(&paths.bpffs);
+    let tables = kernel::packet::PacketTables::open(&paths.bpffs);
     if tables.is_ok_and(|tables| tables.is_through_stack()) {
         "stack"
     } else {
@@ -194,7 +195,7 @@ fn workloads(
 
 /// Names the guard of `dataplane guard`, if it stands and no agent has taken over.
 fn boot_guard(paths: &kernel::Paths) -> Option<Finding> {
-    match kernel::raise::is_in_force(&paths.bpffs) {
+    match kernel::boot::is_in_force(&paths.bpffs) {
         Ok(false) => None,
         Ok(true) => Some(Finding::error(
             "the guard of `dataplane guard` stands, and no agent has taken over: connections are refused from all network \
@@ -220,16 +221,16 @@ fn keep_nat(findings: &mut Vec<Finding>) -> Option<bool> {
 
 /// Returns the interfaces that the packet path's programs belong on, and whether they run there.
 fn interfaces(paths: &kernel::Paths) -> Result<Vec<Interface>, kernel::Error> {
-    if !kernel::Tables::exist(&paths.bpffs)? {
+    if !kernel::tables::Tables::exist(&paths.bpffs)? {
         return Ok(Vec::new());
     }
-    let tables = kernel::PacketTables::open(&paths.bpffs)?;
-    let attachments = kernel::interface_attachments(&paths.bpffs)?;
+    let tables = kernel::packet::PacketTables::open(&paths.bpffs)?;
+    let attachments = kernel::packet::interface_attachments(&paths.bpffs)?;
     let mut found = Vec::new();
     let all = tables.ifaces()?;
     let pods = all.iter().filter(|(_, i)| i.flags & Iface::LOCAL != 0);
     let mut others =
-        kernel::egress_of_others(&paths.bpffs, &pods.map(|(index, _)| *index).collect())?;
+        kernel::tc::egress_of_others(&paths.bpffs, &pods.map(|(index, _)| *index).collect())?;
     for (ifindex, iface) in all {
         if iface.flags & Iface::ATTACHED == 0 {
             continue;
@@ -252,7 +253,7 @@ fn interfaces(paths: &kernel::Paths) -> Result<Vec<Interface>, kernel::Error> {
         };
         found.push(Interface {
             ifindex,
-            name: kernel::interface_name(ifindex),
+            name: kernel::tc::name(ifindex),
             role: if iface.flags & Iface::LOCAL != 0 {
                 "pod"
             } else {
@@ -270,8 +271,8 @@ fn interfaces(paths: &kernel::Paths) -> Result<Vec<Interface>, kernel::Error> {
             }
             .to_owned(),
             egress_of_others: others.remove(&ifindex).unwrap_or_default(),
-            ingress: on(kernel::Direction::Ingress),
-            egress: on(kernel::Direction::Egress),
+            ingress: on(kernel::tc::Direction::Ingress),
+            egress: on(kernel::tc::Direction::Egress),
         });
     }
     Ok(found)
@@ -279,7 +280,7 @@ fn interfaces(paths: &kernel::Paths) -> Result<Vec<Interface>, kernel::Error> {
 
 /// Returns the network namespaces whose sockets are left alone.
 fn by_packets(paths: &kernel::Paths) -> Result<Vec<ByPackets>, kernel::Error> {
-    let all = kernel::ByPackets::open(&paths.bpffs, false)?.all()?;
+    let all = kernel::pods::ByPackets::open(&paths.bpffs, false)?.all()?;
     let named = all.into_iter().map(|(netns_cookie, said)| {
         let (why, interface) = (said >> 32, said & u64::from(u32::MAX));
         let reason = match u32::try_from(why).unwrap_or_default() {
@@ -290,7 +291,7 @@ fn by_packets(paths: &kernel::Paths) -> Result<Vec<ByPackets>, kernel::Error> {
         };
         ByPackets {
             netns_cookie,
-            interface: kernel::interface_name(u32::try_from(interface).unwrap_or_default()),
+            interface: kernel::tc::name(u32::try_from(interface).unwrap_or_default()),
             reason: reason.to_owned(),
         }
     });

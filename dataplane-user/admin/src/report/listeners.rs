@@ -8,7 +8,7 @@ use std::{
 };
 
 use dataplane_common::tables::{Frontend, FrontendKey, Kind};
-use kernel::Listener;
+use kernel::listening::Listener;
 
 use super::Finding;
 
@@ -16,12 +16,13 @@ use super::Finding;
 const NAMED: usize = 16;
 
 /// Returns the findings, if this process is in the network namespace of the tables.
-pub fn findings(tables: &kernel::Tables) -> Vec<Finding> {
-    let is_here = kernel::netns_cookie().is_ok_and(|cookie| cookie == tables.host_netns());
+pub fn findings(tables: &kernel::tables::Tables) -> Vec<Finding> {
+    let is_here =
+        kernel::namespaces::netns_cookie().is_ok_and(|cookie| cookie == tables.host_netns());
     if !is_here {
         return Vec::new();
     }
-    let looked = kernel::listeners()
+    let looked = kernel::listening::listeners()
         .map_err(|error| format!("cannot find out which processes listen on this node: {error}"))
         .and_then(|listeners| {
             let contents = tables.contents().map_err(|error| error.to_string())?;
@@ -137,7 +138,7 @@ mod tests {
     use std::{net::TcpListener, os::fd::AsRawFd};
 
     use dataplane_common::{Addr, Port, Protocol};
-    use kernel::Listening;
+    use kernel::listening::Listening;
 
     use super::*;
 
@@ -198,7 +199,7 @@ mod tests {
     fn the_process_is_named() {
         let socket = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = socket.local_addr().unwrap().port();
-        let all = kernel::listeners().unwrap();
+        let all = kernel::listening::listeners().unwrap();
         let found = all.iter().find(|l| l.port == port).expect("it listens");
         assert_eq!(found.protocol, Protocol::TCP);
         let link = fs::read_link(format!("/proc/self/fd/{}", socket.as_raw_fd())).unwrap();

@@ -10,7 +10,7 @@ use dataplane_common::{
     Addr,
     capture::{CaptureConfig, Enrolled, ListenerKey},
 };
-use kernel::{CaptureTables, namespaces};
+use kernel::{capture::CaptureTables, namespaces};
 use plan::Captured;
 use serde::{Deserialize, Serialize};
 
@@ -46,7 +46,9 @@ pub fn workloads(
     paths: &kernel::Paths,
     named: &[MeshWorkload],
 ) -> Result<Vec<Workload>, kernel::Error> {
-    if !kernel::Tables::exist(&paths.bpffs)? || kernel::Tables::open(&paths.bpffs)?.mesh() == 0 {
+    if !kernel::tables::Tables::exist(&paths.bpffs)?
+        || kernel::tables::Tables::open(&paths.bpffs)?.mesh() == 0
+    {
         return Ok(Vec::new());
     }
     let tables = CaptureTables::open(&paths.bpffs)?;
@@ -99,7 +101,7 @@ pub fn workloads(
         row(entry, format!("netns {cookie}"), listens)
     });
     // For these workloads only outbound connections are captured, in the node's own namespace.
-    let own = kernel::Tables::open(&paths.bpffs)?.host_netns();
+    let own = kernel::tables::Tables::open(&paths.bpffs)?.host_netns();
     let in_cgroups = held.cgroups.iter().map(|(id, entry)| {
         let listens = outbound.contains(&own);
         row(entry, format!("cgroup {id}"), [listens, listens])
@@ -151,9 +153,9 @@ fn outbound_listeners(config: CaptureConfig, held: &Captured) -> BTreeSet<u64> {
     }
     let port = config.outbound.host();
     let look = |_: &Path| {
-        let sockets = kernel::listening(port)?;
+        let sockets = kernel::listening::listening(port)?;
         let takes = |v4| sockets.iter().any(|socket| socket.takes_loopback(v4));
-        let cookie = kernel::netns_cookie().map_err(io::Error::other)?;
+        let cookie = namespaces::netns_cookie().map_err(io::Error::other)?;
         Ok((takes(true) || takes(false)).then_some(cookie))
     };
     namespaces::visit(look)

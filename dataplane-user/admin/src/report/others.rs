@@ -12,7 +12,7 @@ const NAMED: usize = 3;
 /// Returns the findings. Call this if packets take the fast path.
 pub fn findings() -> Vec<Finding> {
     let mut findings = Vec::new();
-    match kernel::ipsec_policies() {
+    match kernel::routing::ipsec_policies() {
         Ok(policies) => findings.extend(ipsec(&policies)),
         Err(why) => findings.push(Finding::error(why.to_string())),
     }

@@ -1,6 +1,6 @@
 //! Reports room that becomes scarce before anything is refused.
 
-use kernel::Usage;
+use kernel::tables::Usage;
 
 use super::{super::api::Flows, Finding};
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use dataplane_common::Reason;
-use kernel::{Usage, conntrack::Conntrack};
+use kernel::{conntrack::Conntrack, tables::Usage};
 
 use super::{super::api::Flows, Finding, Table, listeners, queries, room};
 
@@ -19,12 +19,12 @@ pub struct Contents {
 /// function counts the flows.
 pub fn read(
     paths: &kernel::Paths,
-    limits: kernel::Limits,
+    limits: kernel::tables::Limits,
     counted: Option<&Flows>,
     findings: &mut Vec<Finding>,
 ) -> Contents {
     let mut contents = Contents::default();
-    let open = match kernel::Tables::open(&paths.bpffs) {
+    let open = match kernel::tables::Tables::open(&paths.bpffs) {
         Ok(open) => open,
         Err(e) => {
             findings.push(Finding::error(format!("cannot open the tables: {e}")));
@@ -59,9 +59,9 @@ pub fn read(
 }
 
 fn usage(
-    open: &kernel::Tables,
+    open: &kernel::tables::Tables,
     paths: &kernel::Paths,
-    limits: kernel::Limits,
+    limits: kernel::tables::Limits,
     counted: Option<&Flows>,
 ) -> Result<Vec<Usage>, kernel::Error> {
     let mut usage = open.usage(limits)?;
@@ -83,7 +83,7 @@ fn row(usage: Usage) -> Table {
 }
 
 /// Reports frontends that the filter keeps from being looked up.
-fn filtered_frontends(open: &kernel::Tables, paths: &kernel::Paths) -> Option<Finding> {
+fn filtered_frontends(open: &kernel::tables::Tables, paths: &kernel::Paths) -> Option<Finding> {
     let cannot = |e| Some(Finding::error(format!("cannot check the filter: {e}")));
     let mut missed = match open.filtered_out() {
         Ok(missed) => missed,
@@ -91,10 +91,11 @@ fn filtered_frontends(open: &kernel::Tables, paths: &kernel::Paths) -> Option<Fi
     };
     if !missed.is_empty() {
         // A copy of FRONTENDS may be in its place since `open`, and the keys gone.
-        missed = match kernel::Tables::open(&paths.bpffs).and_then(|open| open.filtered_out()) {
-            Ok(missed) => missed,
-            Err(e) => return cannot(e),
-        };
+        missed =
+            match kernel::tables::Tables::open(&paths.bpffs).and_then(|open| open.filtered_out()) {
+                Ok(missed) => missed,
+                Err(e) => return cannot(e),
+            };
     }
     let first = missed.first()?;
     Some(Finding::error(format!(
@@ -107,7 +108,7 @@ fn filtered_frontends(open: &kernel::Tables, paths: &kernel::Paths) -> Option<Fi
 }
 
 /// Reports addresses of flows that the filter keeps from being looked up.
-fn filtered_flows(open: &kernel::Tables, paths: &kernel::Paths) -> Option<Finding> {
+fn filtered_flows(open: &kernel::tables::Tables, paths: &kernel::Paths) -> Option<Finding> {
     let conntrack = Conntrack::open(&paths.bpffs).ok()??;
     let missed = open.filtered_flows(&conntrack.vips());
     let vip = missed.first()?;

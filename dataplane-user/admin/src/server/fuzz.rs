@@ -115,7 +115,7 @@ async fn whatever_is_sent_is_answered_or_closed() {
             bpffs: "/nowhere".into(),
             cgroup: "/nowhere".into(),
         },
-        kernel::Limits::default(),
+        kernel::tables::Limits::default(),
         watch::channel(Served::default()).1,
         false,
         source::Health::default(),

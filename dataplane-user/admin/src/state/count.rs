@@ -21,7 +21,7 @@ impl State {
         if direct.is_idle() {
             return direct;
         }
-        let tables = kernel::CaptureTables::open(&self.paths.bpffs);
+        let tables = kernel::capture::CaptureTables::open(&self.paths.bpffs);
         // Without the table nothing is counted, and the earlier counts stay.
         let Ok(traffic) = tables.and_then(|tables| tables.traffic()) else {
             return direct;
@@ -57,7 +57,7 @@ impl State {
         // Opened each time, because a grown table replaces the earlier one. Without it nothing is counted, and the
         // earlier counts stay.
         let growing = lock(&self.growing);
-        let tables = kernel::Tables::open(&self.paths.bpffs);
+        let tables = kernel::tables::Tables::open(&self.paths.bpffs);
         drop(growing);
         let Ok(tables) = tables else {
             return;

@@ -33,7 +33,7 @@ pub struct State {
     /// The paths of the kernel's pins.
     pub paths: kernel::Paths,
     /// How far the tables may grow.
-    pub limits: kernel::Limits,
+    pub limits: kernel::tables::Limits,
     /// The objects that the agent serves, and those that it leaves out.
     served: watch::Receiver<Served>,
     /// How long syncs take, in seconds.
@@ -116,7 +116,7 @@ impl State {
     /// The state before the first sync. `inherited`: whether the tables have entries.
     pub fn new(
         paths: kernel::Paths,
-        limits: kernel::Limits,
+        limits: kernel::tables::Limits,
         served: watch::Receiver<Served>,
         inherited: bool,
         source: Health,

@@ -19,7 +19,7 @@ impl Worker {
     pub(super) fn policies(&mut self) {
         let start = Instant::now();
         if self.packet.attach.is_some() {
-            let set = kernel::ipsec_policies()
+            let set = kernel::routing::ipsec_policies()
                 .and_then(|policies| self.kernel.set_ipsec_policies(&policies));
             if let Err(error) = set {
                 warn!("cannot tell the packet path of IPsec policies, trying again: {error}");
@@ -34,7 +34,7 @@ impl Worker {
     pub(super) fn egress(&mut self) {
         let start = Instant::now();
         let bpffs = &self.state.paths.bpffs;
-        let others = kernel::egress_of_others(bpffs, &self.peers);
+        let others = kernel::tc::egress_of_others(bpffs, &self.peers);
         let attached = self.attached.iter().copied();
         let is_filtered_anew = self.path.look_at_filters(bpffs, attached);
         // If the kernel does not return them, the look at the whole network reports the error.
@@ -54,7 +54,7 @@ impl Worker {
         let (start, worked) = (Instant::now(), processor_time());
         let mut patience = LOOK;
         let settings = &self.packet;
-        let result = kernel::interfaces().and_then(|all| {
+        let result = kernel::interfaces::interfaces().and_then(|all| {
             let earlier = self.history.look(&all, start);
             patience = earlier.settled_in.unwrap_or(patience);
             let mut network = network(settings, &all, &earlier)?;
@@ -72,7 +72,7 @@ impl Worker {
                 .map(|(index, i)| (*index, i.flags));
             let peers = flags.filter(|(_, flags)| flags & Iface::PEER != 0);
             self.peers = peers.map(|(index, _)| index).collect();
-            self.others = kernel::egress_of_others(&self.state.paths.bpffs, &self.peers)?;
+            self.others = kernel::tc::egress_of_others(&self.state.paths.bpffs, &self.peers)?;
             for index in self.others.keys() {
                 if let Some(interface) = network.interfaces.get_mut(index) {
                     interface.flags &= !Iface::PEER;
@@ -93,7 +93,7 @@ impl Worker {
         let problems = match result {
             Ok((network, problems)) => {
                 self.state.through_stack(self.path.because());
-                let on = |i: &&kernel::NetworkInterface| i.flags & Iface::ATTACHED != 0;
+                let on = |i: &&kernel::packet::NetworkInterface| i.flags & Iface::ATTACHED != 0;
                 let on = network.interfaces.values().filter(on).count();
                 let kept = network.config.flags & PacketConfig::WAYS_BY_ADDRESS != 0;
                 let protecting = network.policies.iter().filter(|p| p.protects).count();

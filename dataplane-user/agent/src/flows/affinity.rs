@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use admin::State;
-use kernel::Tables;
+use kernel::tables::Tables;
 use nix::time::{ClockId, clock_gettime};
 use plan::Served;
 use tokio::sync::watch;

@@ -11,7 +11,7 @@ use std::{
 
 use admin::State;
 use dataplane_common::{Protocol, decide::Tables as _, tables::FrontendKey};
-use kernel::{Tables, conntrack::Conntrack, sockets::Peers};
+use kernel::{conntrack::Conntrack, sockets::Peers, tables::Tables};
 use plan::Departed;
 use threads::may_panic;
 use tracing::{debug, info, warn};

@@ -21,7 +21,10 @@ use std::{
 
 use admin::State;
 use dataplane_common::Protocol;
-use kernel::{DirectFlows, conntrack::Conntrack, sockets::Peers};
+use kernel::{
+    conntrack::{Conntrack, DirectFlows},
+    sockets::Peers,
+};
 use plan::{Departed, Served};
 use tokio::sync::watch;
 

@@ -6,7 +6,7 @@ use std::{
 };
 
 use admin::{State, api};
-use kernel::{Interface, sockets::pod_cgroups};
+use kernel::{interfaces::Interface, sockets::pod_cgroups};
 use plan::Served;
 use tokio::sync::watch;
 use tracing::{debug, warn};
@@ -46,7 +46,7 @@ impl Pods {
         if start < self.next {
             return;
         }
-        let found = kernel::interfaces().and_then(|all| {
+        let found = kernel::interfaces::interfaces().and_then(|all| {
             self.look_at_routes(&all);
             let pods = all
                 .iter()
@@ -85,7 +85,7 @@ impl Pods {
         let ports = services.values().flat_map(|service| &service.ports);
         let endpoints = ports.flat_map(|port| &port.endpoints);
         let pods = endpoints.filter(|e| e.local && e.ready).map(|e| e.addr);
-        let leaves_by = |addr| kernel::leaves_by(addr).ok().flatten();
+        let leaves_by = |addr| kernel::interfaces::leaves_by(addr).ok().flatten();
         let led = self
             .astray
             .look(&self.packet, interfaces, &pods.collect(), leaves_by);

@@ -6,10 +6,7 @@ use std::{
 };
 
 use admin::State;
-use kernel::{
-    DirectFlows,
-    conntrack::{Collector, Conntrack, Listed},
-};
+use kernel::conntrack::{Collector, Conntrack, DirectFlows, Listed};
 use plan::Served;
 use tokio::sync::watch;
 use tracing::{debug, info, warn};

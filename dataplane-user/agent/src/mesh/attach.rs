@@ -10,7 +10,11 @@ use std::{
 };
 
 use dataplane_common::capture::{Enrolled, FROM_CLIENT, ListenerKey};
-use kernel::{Capture, CaptureOptions, Kernel, Listeners, Namespace, namespaces};
+use kernel::{
+    Kernel,
+    capture::{Capture, CaptureOptions, Listeners, Namespace},
+    namespaces,
+};
 use model::{Egress, Workload, WorkloadName};
 use plan::enrol::{Member, Problem};
 use proxy::handover::Named;
@@ -140,10 +144,10 @@ impl Mesh {
         let transparent = self.config.proxy.keep_source.unwrap_or(true);
         let options = self.options;
         let given = self.given(namespace.cookie, inbound);
-        let sockets = kernel::sockets_of_listeners(inbound, tunnels);
+        let sockets = kernel::capture::sockets_of_listeners(inbound, tunnels);
         let work = move || {
             if transparent && inbound {
-                let routed = kernel::route_answers(options.mark | FROM_CLIENT);
+                let routed = kernel::capture::route_answers(options.mark | FROM_CLIENT);
                 if let Err(error) = routed {
                     return Ok(Err(unrouted(&error)));
                 }
@@ -279,7 +283,7 @@ fn sockets_in(namespace: OwnedFd, interface: Option<String>) -> relay::Namespace
 /// The only interface of this network namespace that is up, besides the loopback interface; `None` if there are
 /// several.
 fn only_interface() -> Option<String> {
-    let all = kernel::links().inspect_err(|error| debug!("mesh: {error}"));
+    let all = kernel::interfaces::links().inspect_err(|error| debug!("mesh: {error}"));
     let all = all.ok()?.into_iter();
     let mut up = all.filter(|interface| interface.up && !interface.loopback);
     let first = up.next()?;
@@ -302,12 +306,12 @@ fn listeners(
 ) -> io::Result<Listeners> {
     let mut listeners = match given {
         Some(listeners) => listeners,
-        None => kernel::open_listeners(options, inbound)?,
+        None => kernel::capture::open_listeners(options, inbound)?,
     };
     if !tunnels {
         listeners.tunnels.clear();
     } else if listeners.tunnels.is_empty() {
-        listeners.tunnels = kernel::open_tunnel_listeners(options)?;
+        listeners.tunnels = kernel::capture::open_tunnel_listeners(options)?;
     }
     Ok(listeners)
 }

@@ -13,7 +13,7 @@ use std::{
 
 use admin::cni::{Answer, Ask, Attachment, Request};
 use dataplane_common::capture::Enrolled;
-use kernel::CaptureTables;
+use kernel::capture::CaptureTables;
 use model::{Place, Snapshot, Uid, Workload, WorkloadName};
 use plan::enrol::Member;
 use tokio::sync::mpsc::UnboundedSender;

@@ -9,7 +9,7 @@ use std::{
     time::Instant,
 };
 
-use kernel::Namespace;
+use kernel::capture::Namespace;
 use model::{Egress, Exempt, Place, Uid, Workload, WorkloadName};
 use plan::{
     Captured,
@@ -221,7 +221,7 @@ impl Mesh {
             let all = if named.is_empty() {
                 Ok(BTreeMap::new())
             } else {
-                kernel::indices(home)
+                kernel::capture::indices(home)
             };
             let mut interfaces = all.unwrap_or_else(|error| {
                 let text = format!(

@@ -19,7 +19,10 @@ use dns::{
     Settings, Ttls, Zone, Zones,
 };
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use kernel::{Namespace, QueryLease, QuerySockets, namespaces};
+use kernel::{
+    capture::{Namespace, QueryLease, QuerySockets},
+    namespaces,
+};
 use model::{DNS, DnsPolicy, Egress, Names, Reachable, Snapshot, WorkloadName};
 use plan::{
     Resolvers,
@@ -452,7 +455,7 @@ fn taken(cookie: u64, port: u16, given: &mut HashMap<String, OwnedFd>) -> Vec<Bo
 /// Opens the sockets of a family in a namespace.
 fn open(namespace: &Namespace, port: u16, v4: bool) -> Result<Option<Both>, Problem> {
     let opened = namespaces::within(namespace.file.as_fd(), move || {
-        Ok(kernel::open_query_sockets(port, v4))
+        Ok(kernel::capture::open_query_sockets(port, v4))
     });
     let opened = opened.map_err(|error| {
         Problem::of_node(format!("cannot enter its network namespace: {error}"))

@@ -8,7 +8,7 @@ use std::{
 };
 
 use dataplane_common::capture::Enrolled;
-use kernel::{Kernel, Namespace};
+use kernel::{Kernel, capture::Namespace};
 use model::{
     Snapshot,
     authorization::{Connection, Policies},

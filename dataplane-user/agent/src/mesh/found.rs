@@ -7,7 +7,7 @@ use std::{
     path::PathBuf,
 };
 
-use kernel::{Namespace, namespaces};
+use kernel::{capture::Namespace, namespaces};
 use model::Workload;
 use smallvec::SmallVec;
 use tracing::debug;
@@ -72,13 +72,13 @@ impl Found {
         let signs: HashSet<Sign> = places.all().collect();
         let mut seen = BTreeMap::new();
         let visited = namespaces::visit(|_| {
-            let namespace = kernel::this_namespace()?;
+            let namespace = kernel::capture::this_namespace()?;
             let (cookie, inode) = (namespace.cookie, namespace.inode);
             if cookie == own {
                 return Ok(None);
             }
             let its = places.signs_of(&namespace)?;
-            let of_node = kernel::is_the_nodes(&namespace)?;
+            let of_node = kernel::capture::is_the_nodes(&namespace)?;
             seen.insert(cookie, ReadNamespace { inode, of_node });
             // The files of other namespaces are closed here: there may be more of them than this process may open.
             let is_home = wanted.before.contains(&cookie) || its.iter().any(|s| signs.contains(s));
@@ -101,7 +101,7 @@ impl Found {
             by_cookie,
             places,
             seen,
-            own: kernel::this_namespace(),
+            own: kernel::capture::this_namespace(),
             unread: visited.unread,
             unregistered: wanted.unread.clone(),
         }

@@ -11,7 +11,7 @@ use std::{
 };
 
 use dns::{Captured, Client, Listener, Server};
-use kernel::QuerySockets;
+use kernel::capture::QuerySockets;
 use plan::{
     Resolvers,
     enrol::{Member, Problem},
@@ -134,7 +134,7 @@ fn open(
             udp: udp.into(),
             tcp: tcp.into(),
         },
-        _ => kernel::open_resolver_sockets(resolver, mark)?,
+        _ => kernel::capture::open_resolver_sockets(resolver, mark)?,
     };
     // The earlier agent's configuration may have had another mark.
     SockRef::from(&sockets.udp).set_mark(mark)?;

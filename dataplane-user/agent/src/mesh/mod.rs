@@ -37,7 +37,10 @@ use std::{
 use ::dns::Room;
 use admin::Certificates;
 use dataplane_common::capture::{Enrolled, FROM_CLIENT};
-use kernel::{Capture, CaptureOptions, namespaces};
+use kernel::{
+    capture::{Capture, CaptureOptions},
+    namespaces,
+};
 use model::{Place, Snapshot, WorkloadName};
 use plan::{
     Captured,
@@ -292,7 +295,7 @@ impl Mesh {
             boot: BootGuard::new(capture.has_boot_guard(), config.startup_taint.as_deref()),
             verified: None,
             closed: Closed::new(),
-            own_cookie: kernel::netns_cookie()?,
+            own_cookie: namespaces::netns_cookie()?,
             cgroup: cgroup.to_owned(),
             unseen,
             config,
@@ -436,7 +439,8 @@ impl Mesh {
             announcer.withdraw(WITHDRAWAL);
         }
         for (namespace, _) in routed.into_values().flatten() {
-            let unrouted = namespaces::within(namespace.as_fd(), kernel::unroute_interfaces);
+            let unrouted =
+                namespaces::within(namespace.as_fd(), kernel::capture::unroute_interfaces);
             if let Err(error) = unrouted {
                 debug!("cannot remove the routing rules for virtual interfaces: {error}");
             }
@@ -447,7 +451,7 @@ impl Mesh {
         let mark = options.mark | FROM_CLIENT;
         for (name, namespace) in namespaces {
             let routed = namespaces::within(namespace.as_fd(), move || {
-                kernel::route_answers_no_more(mark)
+                kernel::capture::route_answers_no_more(mark)
             });
             if let Err(error) = routed {
                 debug!("{name}: cannot remove its rule and route: {error}");

@@ -9,7 +9,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kernel::{Namespace, Pairs, namespaces};
+use kernel::{
+    capture::{Namespace, Pairs},
+    namespaces,
+};
 use model::{Place, Workload, WorkloadName};
 
 use super::cni_results::{RESULTS, Results};
@@ -123,7 +126,7 @@ pub fn namespace_with(addr: IpAddr) -> Result<Option<PathBuf>, String> {
     let mut found = None;
     namespaces::visit(|path| {
         if found.is_none() {
-            let its = places.signs_of(&kernel::this_namespace()?)?;
+            let its = places.signs_of(&kernel::capture::this_namespace()?)?;
             let is_it = its.iter().any(|sign| wanted.contains(sign));
             found = is_it.then(|| path.to_owned());
         }

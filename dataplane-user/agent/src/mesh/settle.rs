@@ -7,7 +7,11 @@ use std::{
 };
 
 use dataplane_common::capture::Enrolled;
-use kernel::{Capture, Kernel, Namespace, namespaces};
+use kernel::{
+    Kernel,
+    capture::{Capture, Namespace},
+    namespaces,
+};
 use model::{ServiceName, Snapshot, Workload, WorkloadName, authorization::PolicyName};
 use plan::{
     Captured,

@@ -8,7 +8,11 @@ use std::{
 };
 
 use dataplane_common::capture::{Enrolled, ListenerKey};
-use kernel::{InterfaceRule, Kernel, Machines, Marks, Namespace, Unrouted, namespaces};
+use kernel::{
+    Kernel,
+    capture::{InterfaceRule, Machines, Marks, Namespace, Unrouted},
+    namespaces,
+};
 use model::Policy;
 use plan::{
     Captured,
@@ -135,7 +139,7 @@ impl Mesh {
                 // It is gone, if it is not among the namespaces that could not be read.
                 return unread;
             };
-            let removed = namespaces::within(there, kernel::unroute_interfaces);
+            let removed = namespaces::within(there, kernel::capture::unroute_interfaces);
             if let Err(error) = &removed {
                 tracing::warn!(
                     "mesh: cannot remove the routing rules for virtual interfaces: {error}"
@@ -192,7 +196,7 @@ impl Mesh {
         let known = self.routed.remove(&namespace.cookie).flatten();
         let is_new = known.is_none_or(|(_, known)| known.as_ref() != Some(&wanted));
         let routed = namespaces::within(file.as_fd(), || {
-            Ok(kernel::route_interfaces(&wanted, is_new))
+            Ok(kernel::capture::route_interfaces(&wanted, is_new))
         });
         let routed = routed.map_err(unheld).and_then(|routed| routed);
         // Also after an error, so that a release removes the part that was written.

@@ -133,7 +133,7 @@ fn attachment(pod: Pod) -> Result<Attachment, Failure> {
     let open = || -> io::Result<u64> {
         let file = File::open(&pod.netns)?;
         namespaces::within(file.as_fd(), || {
-            kernel::netns_cookie().map_err(io::Error::other)
+            namespaces::netns_cookie().map_err(io::Error::other)
         })
     };
     let cookie = open().map_err(|error| {

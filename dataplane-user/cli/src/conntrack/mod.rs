@@ -17,8 +17,8 @@ use dataplane_common::{
     packet::{FlowKey, Tick},
 };
 use kernel::{
-    Tables,
     conntrack::{Conntrack, Flow, now},
+    tables::Tables,
 };
 use serde::Serialize;
 use terminal::{

@@ -132,7 +132,7 @@ fn fast_path(bpffs: &Path) -> Feature {
 
 /// Checks that the pods of this node are in the cgroup to which the programs are attached.
 fn pods(paths: &kernel::Paths) -> Feature {
-    let found = kernel::interfaces().and_then(|all| {
+    let found = kernel::interfaces::interfaces().and_then(|all| {
         let pods = all.iter().filter(|i| i.up && Role::of(i) == Role::Pod);
         pod_cgroups(&paths.cgroup, &pods.map(|i| i.index).collect())
     });
@@ -195,7 +195,7 @@ fn agent(paths: &kernel::Paths) -> Feature {
 
 /// Names the guard of `dataplane guard` if it stands: pods' connections are refused until an agent has taken over.
 fn guard(paths: &kernel::Paths) -> Option<Feature> {
-    let detail = match kernel::boot_guard::stands(&paths.bpffs) {
+    let detail = match kernel::boot::stands(&paths.bpffs) {
         Ok(false) => return None,
         Ok(true) => match kernel::writer(&paths.bpffs) {
             None => "the guard of `dataplane guard` stands, and no agent runs".to_owned(),

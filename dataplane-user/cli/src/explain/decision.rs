@@ -9,7 +9,7 @@ use dataplane_common::{
     Addr, Port, Protocol, Reason, VipPlace, VipWords, decide,
     tables::{AffinityKey, Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
 };
-use kernel::Tables;
+use kernel::tables::Tables;
 
 use super::{
     Destination, Namespace,

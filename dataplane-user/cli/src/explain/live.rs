@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use kernel::{PacketTables, Tables, conntrack::Conntrack};
+use kernel::{conntrack::Conntrack, packet::PacketTables, tables::Tables};
 
 use super::capture::Mesh;
 

@@ -24,7 +24,7 @@ use capture::{Client, Mesh, Place};
 use clap::Args;
 use decision::decide;
 use explanation::Explanation;
-use kernel::{PacketTables, Tables, conntrack::Conntrack};
+use kernel::{conntrack::Conntrack, packet::PacketTables, tables::Tables};
 use target::Target;
 use terminal::{
     PathArgs, SocketArgs,

@@ -13,8 +13,8 @@ use dataplane_common::{
     tables::{Endpoint, Pool},
 };
 use kernel::{
-    PacketWays,
     conntrack::{Flow, now},
+    packet::PacketWays,
 };
 use nix::net::if_::if_nametoindex;
 use terminal::output::duration;

@@ -57,7 +57,7 @@ impl NewFlow<'_> {
                 iface.masquerade_v6
             };
             if let Some(addr) = self.live.packet.node_addr(slot) {
-                ways.push(format!("{addr} by {}", kernel::interface_name(index)));
+                ways.push(format!("{addr} by {}", kernel::tc::name(index)));
             }
         }
         if self.masquerade {
@@ -207,7 +207,7 @@ impl NewFlow<'_> {
     /// Looks for an address and a port of the node's.
     fn masqueraded(&self, endpoint: SocketAddr) -> anyhow::Result<Option<Reason>> {
         let live = self.live;
-        let by = kernel::leaves_by(endpoint.ip());
+        let by = kernel::interfaces::leaves_by(endpoint.ip());
         let by = by.with_context(|| format!("cannot look up the route to {endpoint}"))?;
         let iface = by.map(|index| live.packet.iface(index)).transpose()?;
         let index = iface.flatten().map(|iface| {

@@ -9,7 +9,7 @@ use dataplane_common::{
     packet::Iface,
     tables::Pool,
 };
-use kernel::{PacketWays, Tables};
+use kernel::{packet::PacketWays, tables::Tables};
 
 use super::{
     Destination, decision,

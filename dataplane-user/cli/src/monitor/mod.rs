@@ -11,7 +11,7 @@ use std::{
 
 use clap::Args;
 use dataplane_common::{Addr, Event, Hook, Port, Reason};
-use kernel::{Monitor, interface_name};
+use kernel::{Monitor, tc::name as interface_name};
 use serde::Serialize;
 use terminal::{
     PathArgs, SocketArgs,

@@ -7,7 +7,7 @@ use dataplane_common::{
     decide::Tables as _,
     tables::{FrontendKey, Kind},
 };
-use kernel::Tables;
+use kernel::tables::Tables;
 use serde::Serialize;
 use terminal::output::{self, BAD, Cell, GOOD, Table};
 

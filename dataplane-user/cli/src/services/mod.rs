@@ -10,7 +10,7 @@ use std::{
 
 use admin::{api, client};
 use clap::{Args, ValueEnum};
-use kernel::Tables;
+use kernel::tables::Tables;
 use terminal::{
     PathArgs, SocketArgs,
     output::{self, BAD, Cell, DIM, GOOD, Table, WARN},

@@ -17,12 +17,12 @@ use std::{collections::BTreeMap, io};
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
 use crate::{
-    netlink::Netlink,
-    nft_requests::{
+    netfilter::requests::{
         self, EQUAL, NOT_EQUAL, Request, SUBSYSTEM, accept, bitwise, compare, conntrack,
         delete_table, drop, exists, go_to, has_header, meta, new_chain, new_inner_chain, new_rule,
         new_table, rules, set_conntrack, set_meta, transport_byte,
     },
+    netlink::Netlink,
 };
 
 /// The table's name, in the family `inet`.
@@ -85,7 +85,7 @@ pub fn write(marks: &Marks, is_new: bool) -> io::Result<()> {
     let is_there = exists(&mut netlink, TABLE)?;
     let ours = wanted
         .iter()
-        .filter(|(kind, ..)| *kind == nft_requests::NEW_RULE)
+        .filter(|(kind, ..)| *kind == requests::NEW_RULE)
         .count();
     // The kernel cannot list the table whole if a process changes a table meanwhile. Then the agent writes it again.
     if is_there && !is_new && rules(&mut netlink, TABLE).is_ok_and(|there| there == ours) {
@@ -102,7 +102,7 @@ pub fn write(marks: &Marks, is_new: bool) -> io::Result<()> {
 /// # Errors
 /// If the kernel refuses.
 pub fn remove() -> io::Result<bool> {
-    nft_requests::remove_with_conntrack(TABLE)
+    requests::remove_with_conntrack(TABLE)
 }
 
 /// Whether the table exists.
@@ -110,7 +110,7 @@ pub fn remove() -> io::Result<bool> {
 /// # Errors
 /// If the kernel does not answer.
 pub fn is_there() -> io::Result<bool> {
-    nft_requests::is_there_with_conntrack(TABLE)
+    requests::is_there_with_conntrack(TABLE)
 }
 
 fn table(marks: &Marks) -> Vec<Request> {
@@ -256,9 +256,7 @@ mod tests {
                     write(&marks, true).unwrap();
                     let mut netlink = Netlink::open(NETLINK_NETFILTER).unwrap();
                     let ours = table(&marks);
-                    let ours = ours
-                        .iter()
-                        .filter(|(kind, ..)| *kind == nft_requests::NEW_RULE);
+                    let ours = ours.iter().filter(|(kind, ..)| *kind == requests::NEW_RULE);
                     let ours = ours.count();
                     let (start, mut interrupted) = (Instant::now(), 0);
                     while interrupted < 5 && start.elapsed() < Duration::from_mins(1) {

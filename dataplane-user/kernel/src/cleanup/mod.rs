@@ -12,10 +12,10 @@ use std::{
 pub use item::CleanupItem;
 
 use super::{
-    boot_guard,
+    boot,
     error::{Doing, Error},
-    guard, keep_nat,
     layouts::layouts,
+    netfilter::{guard, keep_nat},
     pins::{Pins, remove_link},
     sys::{self, ObjectKind},
     tables::Tables,
@@ -44,7 +44,7 @@ pub fn cleanup(bpffs: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
         items.extend(remove_layout(&layout, dry_run)?);
     }
     items.extend(tc::remove_filters(bpffs, dry_run)?);
-    remove_directory(&boot_guard::sign(bpffs), dry_run, &mut items)?;
+    remove_directory(&boot::guard::sign(bpffs), dry_run, &mut items)?;
     remove_directory(bpffs, dry_run, &mut items)?;
     Ok(items)
 }

@@ -120,8 +120,8 @@ fn chain(message: &[u8]) -> Option<InterfaceChain> {
 mod tests {
     use super::*;
     use crate::{
+        netfilter::requests::number,
         netlink::{nested, string},
-        nft_requests::number,
     };
 
     #[test]

@@ -1,15 +1,22 @@
 //! Other people's rules, as they are: nf_tables (`nft`, `iptables-nft`), the legacy tables of iptables, and the services of
 //! IPVS. Read only: no module of legacy tables is loaded and no table made for it.
 
+pub mod guard;
 mod interface_chains;
+mod ip_sets;
+pub mod keep_nat;
 mod legacy;
 mod nf_message;
 mod nf_tables;
 mod nf_verdicts;
+pub(crate) mod requests;
 
 use std::{fs, io};
 
-pub use self::interface_chains::{InterfaceChain, interface_chains};
+pub use self::{
+    interface_chains::{InterfaceChain, interface_chains},
+    ip_sets::make_ip_sets,
+};
 use super::error::{Doing, Error};
 
 /// A chain of rules.

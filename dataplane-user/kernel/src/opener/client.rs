@@ -18,7 +18,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tracing::warn;
 
 use super::wire::{self, Request, Table};
-use crate::privileges;
+use crate::process::privileges;
 
 /// The hidden command that becomes the opener.
 pub const COMMAND: &str = "opener";

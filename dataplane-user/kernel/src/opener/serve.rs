@@ -13,7 +13,7 @@ use nix::{
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::wire::{self, Request};
-use crate::{capture::routing::mark_settings, pins, privileges, sys};
+use crate::{capture::routing::mark_settings, pins, process::privileges, sys};
 
 /// Answers requests at this socket until the agent has ended.
 ///

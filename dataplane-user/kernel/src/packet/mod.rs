@@ -20,6 +20,7 @@ use plan::ipsec::Policy;
 
 use self::node_addrs::NodeAddrs;
 pub use self::{tables::PacketTables, ways::PacketWays};
+pub use super::limits::error_limits;
 use super::{
     error::Error,
     pins::{Pins, spec},
@@ -86,7 +87,7 @@ pub struct NetworkInterface {
 }
 
 /// The filter in front of `FRONTENDS`, which has to let the addresses through that flows are masqueraded to.
-pub trait Filter {
+pub(crate) trait Filter {
     /// Before an address is masqueraded to.
     fn let_through(&mut self, addr: Addr);
     /// After an address was masqueraded to for the last time.
@@ -111,7 +112,7 @@ impl Filter for Tables {
 
 /// The packet path of a node, for its one writer.
 #[derive(Debug)]
-pub struct PacketPath {
+pub(crate) struct PacketPath {
     pub(super) tables: PacketTables,
     programs: Option<PacketPrograms>,
     node_addrs: NodeAddrs,

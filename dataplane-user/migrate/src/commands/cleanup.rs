@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::Context as _;
 use clap::Args;
-use kernel::{MarkRule, keep_nat, nf_conntrack};
+use kernel::{netfilter::keep_nat, nf_conntrack, routing::MarkRule};
 use serde::Serialize;
 use takeover::owners::{self, Owner};
 use terminal::output::{self, DIM, Format, WARN};
@@ -89,7 +89,7 @@ impl CleanupArgs {
             let done = cleanup::clean_up(root, &owners, self.dry_run)?;
             // Routing rules are removed last, because rules that set marks need them.
             let is_meant = |rule: &MarkRule| owners.contains(&owners::of_routing_rule(rule));
-            let routing = kernel::remove_mark_rules(is_meant, self.dry_run);
+            let routing = kernel::routing::remove_mark_rules(is_meant, self.dry_run);
             Ok((done, routing.map_err(io::Error::other)?))
         };
         let (done, routing) = namespace

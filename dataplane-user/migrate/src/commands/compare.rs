@@ -14,7 +14,7 @@ use dataplane_common::{
     Protocol,
     tables::{Frontend, FrontendKey, Kind},
 };
-use kernel::Tables;
+use kernel::tables::Tables;
 use model::Snapshot;
 use plan::{Answer, Contents, Empty, Planner};
 use serde::Serialize;

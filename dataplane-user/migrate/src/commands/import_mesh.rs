@@ -64,7 +64,7 @@ impl ImportMeshArgs {
             None
         } else {
             let namespace = self.place.namespace()?;
-            let ways = namespace.inside(|| kernel::ways_out().map_err(io::Error::other));
+            let ways = namespace.inside(|| kernel::routing::ways_out().map_err(io::Error::other));
             ways.with_context(|| format!("cannot look into {namespace}"))?
         };
         let capture = capture.by_routes(ways.as_deref());

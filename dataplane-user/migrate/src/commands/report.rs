@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::Context as _;
 use clap::Args;
-use kernel::{MarkRule, netfilter};
+use kernel::{netfilter, routing::MarkRule};
 use serde::Serialize;
 use settings::{Mesh, Settings};
 use takeover::owners::{self, Plan};
@@ -162,8 +162,8 @@ impl ReportArgs {
         let read = || {
             let collected = collect::all(root)?;
             let ipvs = netfilter::ipvs_services().map_err(io::Error::other)?;
-            let rules = kernel::mark_rules().map_err(io::Error::other)?;
-            Ok((collected, ipvs, rules, kernel::reverse_paths()?))
+            let rules = kernel::routing::mark_rules().map_err(io::Error::other)?;
+            Ok((collected, ipvs, rules, kernel::routing::reverse_paths()?))
         };
         let (collected, ipvs_services, rules, reverse_paths) = namespace
             .inside(read)

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kernel::{ends_with_us, keep_network_only};
+use kernel::process::{ends_with_us, keep_network_only};
 use nix::{
     sched::{CloneFlags, unshare},
     sys::signal::{Signal, killpg},

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use kernel::guard;
+use kernel::netfilter::guard;
 
 /// The guard's lifetime after a renewal. If this process dies, the kernel lets packets pass after this time.
 pub const TIME: Duration = Duration::from_secs(15);

@@ -155,7 +155,7 @@ pub fn bring_back(place: &Place, saved: &Saved, tell: &mut Tell<'_>) -> anyhow::
 fn detach(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
     may_die();
     let conntrack = Conntrack::open(&place.bpffs)?;
-    kernel::retire(&place.bpffs)?;
+    kernel::cleanup::retire(&place.bpffs)?;
     may_die();
     if let Some(conntrack) = &conntrack {
         let given = nf_conntrack::give(conntrack)?;
@@ -173,7 +173,7 @@ fn detach(place: &Place, tell: &mut Tell<'_>) -> anyhow::Result<()> {
         }
     }
     may_die();
-    let items = kernel::cleanup(&place.bpffs, false)?;
+    let items = kernel::cleanup::cleanup(&place.bpffs, false)?;
     may_die();
     let ours = items.iter().filter(|item| item.ours).count();
     tell.step(

@@ -9,7 +9,7 @@ use dataplane_common::{
     Addr,
     capture::{CAPTURED, Enrolled, RangeKey},
 };
-use kernel::{CaptureTables, Tables};
+use kernel::{capture::CaptureTables, tables::Tables};
 use model::is_reserved;
 use plan::enrol::statements;
 use serde::Serialize;
@@ -70,7 +70,7 @@ fn held(place: &Place) -> anyhow::Result<Option<Held>> {
     }
     let tables = CaptureTables::open(&place.bpffs)?;
     let (all, config) = (tables.contents()?, tables.config());
-    let here = kernel::netns_cookie()?;
+    let here = kernel::namespaces::netns_cookie()?;
     let entry = all.namespaces.get(&here).copied();
     let Some(entry) = entry.filter(|entry| entry.flags & Enrolled::CAPTURED != 0) else {
         return Ok(None);
@@ -135,7 +135,7 @@ pub fn find(place: &Place) -> anyhow::Result<Captured> {
         (inbound, !held.inbound.is_empty()),
     ] {
         ensure!(
-            !is_needed || !kernel::listening(port)?.is_empty(),
+            !is_needed || !kernel::listening::listening(port)?.is_empty(),
             "the dataplane leads connections of {name} to port {port}, and nobody listens there in this network namespace"
         );
     }
@@ -202,13 +202,13 @@ impl Captured {
             // Connections to an interface's addresses arrive at this interface.
             let mut left_alone = BTreeSet::new();
             if !of_rules.exclude_interfaces.is_empty() {
-                let interfaces = kernel::interfaces()?.into_iter();
+                let interfaces = kernel::interfaces::interfaces()?.into_iter();
                 let excluded =
                     interfaces.filter(|of| of_rules.exclude_interfaces.contains(&of.name));
                 let addresses = excluded.flat_map(|of| of.addresses);
                 left_alone.extend(addresses.map(|net| net.addr()));
             }
-            let all = kernel::addresses()?.into_iter();
+            let all = kernel::capture::addresses()?.into_iter();
             for addr in all.filter(|addr| !left_alone.contains(addr)) {
                 let family = if addr.is_ipv4() { "IPv4" } else { "IPv6" };
                 if of_rules.missing != Some(family) {

@@ -3,7 +3,7 @@
 use std::{fs, path::Path, time::Instant};
 
 use anyhow::{Context as _, bail, ensure};
-use kernel::guard;
+use kernel::netfilter::guard;
 use takeover::{
     journal::{Journal, State},
     may_die,
@@ -219,7 +219,7 @@ fn of_rules(saved: &Saved) -> anyhow::Result<Capture> {
     let ways = if read.at_interfaces.is_empty() {
         None
     } else {
-        kernel::ways_out()?
+        kernel::routing::ways_out()?
     };
     let read = read.by_routes(ways.as_deref());
     read.map_err(|fault| anyhow::anyhow!("{fault}"))
@@ -392,7 +392,7 @@ fn has_a_proxy(saved: &Saved) -> anyhow::Result<()> {
     let inbound = of_rules.takes_inbound.then_some(of_rules.inbound);
     for port in inbound.into_iter().chain([of_rules.outbound]) {
         ensure!(
-            port == 0 || !kernel::listening(port)?.is_empty(),
+            port == 0 || !kernel::listening::listening(port)?.is_empty(),
             "the rules lead to port {port}, and nobody listens there: start the sidecar, and run this command again"
         );
     }

@@ -169,7 +169,7 @@ impl TakeoverArgs {
         let work = || {
             // A process may have ended in the meantime, and another process may have its number.
             ensure!(
-                kernel::netns_cookie()? == namespace.cookie,
+                kernel::namespaces::netns_cookie()? == namespace.cookie,
                 "{} is another network namespace now; nothing was changed",
                 namespace.place
             );

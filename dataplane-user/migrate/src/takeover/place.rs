@@ -7,7 +7,7 @@ use admin::{
     report::{Report, Severity},
 };
 use anyhow::{Context as _, ensure};
-use kernel::Tables;
+use kernel::tables::Tables;
 use nix::fcntl::Flock;
 use takeover::{journal, owners::Owner};
 
@@ -54,7 +54,7 @@ impl Place {
         let report = self.serving()?;
         let of_agent = Tables::open(&self.bpffs)?.host_netns();
         ensure!(
-            of_agent == kernel::netns_cookie()?,
+            of_agent == kernel::namespaces::netns_cookie()?,
             "this command is in another network namespace than the agent: run it on the node"
         );
         Ok(report)

@@ -5,9 +5,9 @@ use std::{fs, path::Path};
 
 use anyhow::{Context as _, bail, ensure};
 use kernel::{
-    PacketTables, keep_nat,
-    netfilter::{self, Chain},
+    netfilter::{self, Chain, keep_nat},
     nf_conntrack,
+    packet::PacketTables,
     sockets::own_elsewhere,
 };
 use takeover::{

@@ -58,7 +58,7 @@ fn register_before_the_boot(agent: &Agent, pods: &[&Host]) -> Result<()> {
     let next = pods.iter().cycle().skip(1);
     let registered = pods.iter().zip(next).map(|(pod, next)| {
         let netns = File::open(Path::new("/run/netns").join(next.netns()))?;
-        let cookie = || kernel::netns_cookie().map_err(io::Error::other);
+        let cookie = || namespaces::netns_cookie().map_err(io::Error::other);
         Ok(json!({
             "key": { "container": pod.name(), "interface": "eth0" },
             "namespace": "default",

@@ -12,7 +12,7 @@ use dataplane_tests::{
     Agent, LabBuilder, emulated,
     report::{LoadReport, Report},
 };
-use kernel::{Hook, trial};
+use kernel::{tc::Hook, trial};
 use serde_json::{Value, json};
 
 use super::{World, foreign, mesh, pod, relay::Relay, restart::PAUSE};

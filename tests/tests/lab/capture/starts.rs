@@ -19,7 +19,7 @@ use dataplane_tests::{
     emulated,
     report::StartReport,
 };
-use kernel::ByPackets;
+use kernel::pods::ByPackets;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 

@@ -13,7 +13,9 @@ use dataplane_common::{
     tables::{Block, Endpoint, Frontend, FrontendKey, Kind, Pool},
 };
 use dataplane_tests::Lab;
-use kernel::{CaptureOptions, Error, Kernel, Limits, PacketOptions, Paths, trial};
+use kernel::{
+    Error, Kernel, Paths, capture::CaptureOptions, packet::PacketOptions, tables::Limits, trial,
+};
 use plan::{Contents, Demand, Write};
 
 pub use self::{programs::SCENARIOS as PROGRAMS, tables::SCENARIOS as TABLES};
@@ -40,7 +42,7 @@ struct Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        if let Err(error) = kernel::cleanup(&self.paths.bpffs, false) {
+        if let Err(error) = kernel::cleanup::cleanup(&self.paths.bpffs, false) {
             eprintln!("cannot clean up {}: {error}", self.paths.bpffs.display());
         }
     }
@@ -168,7 +170,7 @@ fn two_agents_do_not_write_at_once() -> Result<()> {
         Err(Error::Busy { pid, .. }) => ensure!(pid == Some(std::process::id()), "{pid:?}"),
         other => bail!("{other:?}"),
     }
-    match kernel::cleanup(&place.paths.bpffs, false) {
+    match kernel::cleanup::cleanup(&place.paths.bpffs, false) {
         Err(Error::Busy { .. }) => {}
         other => bail!("{other:?}"),
     }
@@ -180,7 +182,7 @@ fn two_agents_do_not_write_at_once() -> Result<()> {
 fn a_foreign_pin_is_named_and_left_alone() -> Result<()> {
     let place = Place::new()?;
     drop(place.open()?);
-    kernel::cleanup(&place.paths.bpffs, false)?;
+    kernel::cleanup::cleanup(&place.paths.bpffs, false)?;
     fs::create_dir_all(place.map("POOLS").parent().context("a directory")?)?;
     let foreign = Array::<MapData, u64>::create(7, 0)?;
     foreign.pin(place.map("POOLS"))?;
@@ -198,7 +200,7 @@ fn a_foreign_pin_is_named_and_left_alone() -> Result<()> {
         other => bail!("{other:?}"),
     }
     for dry_run in [true, false] {
-        let items = kernel::cleanup(&place.paths.bpffs, dry_run)?;
+        let items = kernel::cleanup::cleanup(&place.paths.bpffs, dry_run)?;
         let item = items
             .iter()
             .find(|item| item.path == place.map("POOLS"))
@@ -246,12 +248,12 @@ fn damaged_pins_are_refused_and_cleaned_up() -> Result<()> {
         other => bail!("{other:?}"),
     }
     place.assert_attached()?;
-    let dry = kernel::cleanup(&place.paths.bpffs, true)?;
+    let dry = kernel::cleanup::cleanup(&place.paths.bpffs, true)?;
     ensure!(
         place.link("connect4").exists(),
         "a dry run removed something"
     );
-    let removed = kernel::cleanup(&place.paths.bpffs, false)?;
+    let removed = kernel::cleanup::cleanup(&place.paths.bpffs, false)?;
     ensure!(
         dry == removed,
         "the dry run said otherwise: {dry:?} {removed:?}"

@@ -10,7 +10,10 @@ use dataplane_common::{
     tables::{Frontend, FrontendKey, Kind},
 };
 use dataplane_tests::report::Report;
-use kernel::{Kernel, Limits, Tables};
+use kernel::{
+    Kernel,
+    tables::{Limits, Tables},
+};
 use plan::Write;
 
 use super::{Place, sorted, writes};

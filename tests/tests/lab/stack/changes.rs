@@ -14,7 +14,7 @@ use dataplane_tests::{
     Lab, Process, is_long,
     report::{LoadReport, Report},
 };
-use kernel::PacketTables;
+use kernel::packet::PacketTables;
 
 use super::{PLUGIN, takes};
 use crate::{

@@ -11,7 +11,7 @@ use std::{
 };
 
 use dataplane_common::capture::{Enrolled, FROM_CLIENT, Local};
-use kernel::{Interface, Kernel, Namespace};
+use kernel::{Kernel, capture::Namespace, interfaces::Interface};
 use model::WorkloadName;
 use plan::{
     Captured,
@@ -136,7 +136,7 @@ impl Mesh {
         let addresses = if here.is_empty() {
             Ok(Vec::new())
         } else {
-            kernel::addresses()
+            kernel::capture::addresses()
         };
         match &addresses {
             Ok(addresses) if !kernel.waits() => {
@@ -216,7 +216,7 @@ impl Mesh {
             .own
             .as_ref()
             .map_err(|error| format!("cannot look at the node's network namespace: {error}"))?;
-        let interfaces = kernel::interfaces().map_err(|error| error.to_string())?;
+        let interfaces = kernel::interfaces::interfaces().map_err(|error| error.to_string())?;
         let ways: Vec<_> = guests
             .iter()
             .map(|member| ways(&member.workload.addresses, &interfaces))
@@ -313,9 +313,9 @@ impl Mesh {
         let mark = self.options.mark | FROM_CLIENT;
         // Again each time, because another program may have removed them.
         if wanted {
-            kernel::route_to_sockets(mark)?;
+            kernel::capture::route_to_sockets(mark)?;
         } else {
-            kernel::route_answers_no_more(mark)?;
+            kernel::capture::route_answers_no_more(mark)?;
         }
         self.packets.routed = Some(wanted);
         Ok(())
@@ -397,7 +397,7 @@ enum NoWay {
 fn ways(addresses: &[IpAddr], interfaces: &[Interface]) -> Result<BTreeSet<u32>, NoWay> {
     let mut found = BTreeSet::new();
     for addr in addresses {
-        let way = kernel::way_to(*addr).map_err(|error| {
+        let way = kernel::interfaces::way_to(*addr).map_err(|error| {
             NoWay::Unknown(format!(
                 "cannot find out which interface leads to {addr}: {error}"
             ))

@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, io, net::TcpListener, os::fd::AsFd, sync::Arc};
 
 use dataplane_common::capture::ListenerKey;
-use kernel::{Hook, Kernel, Namespace};
+use kernel::{Kernel, capture::Namespace, tc::Hook};
 use model::{Egress, Workload, WorkloadName};
 use plan::{Captured, enrol::Problem};
 use proxy::handover::Named;
@@ -45,7 +45,7 @@ impl Mesh {
         let is_new = before.is_none();
         let given = self.given_for_packets(name);
         let listeners = if given.is_empty() {
-            kernel::open_transparent_listeners().map_err(|error| {
+            kernel::capture::open_transparent_listeners().map_err(|error| {
                 Problem::of_node(format!("cannot listen for it on the node: {error}"))
             })?
         } else {

@@ -6,7 +6,7 @@ use dataplane_common::{
     decide, first,
     tables::{Block, Endpoint, Frontend, FrontendKey},
 };
-use kernel::Tables;
+use kernel::tables::Tables;
 
 use super::{Client, Mesh};
 
@@ -87,7 +87,7 @@ impl Call<'_> {
     pub fn listens_at(&self, port: Port) -> bool {
         let (port, v4) = (port.host(), self.to.0.is_v4());
         self.client.namespace.is_some_and(|namespace| {
-            let found = namespace.inside(move || kernel::listening(port));
+            let found = namespace.inside(move || kernel::listening::listening(port));
             found.is_ok_and(|all| all.iter().any(|socket| socket.takes_loopback(v4)))
         })
     }

@@ -25,7 +25,7 @@ use dataplane_common::{
     first,
     tables::FrontendKey,
 };
-use kernel::{CaptureTables, Tables};
+use kernel::{capture::CaptureTables, tables::Tables};
 use plan::Captured;
 use serde::Serialize;
 use terminal::netns;

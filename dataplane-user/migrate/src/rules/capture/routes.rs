@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use ipnet::IpNet;
-use kernel::Way;
+use kernel::routing::Way;
 
 use super::said::{Capture, Fault};
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use ipnet::IpNet;
-use kernel::Way;
+use kernel::routing::Way;
 use proptest::prelude::*;
 
 use super::{said::Dns, *};

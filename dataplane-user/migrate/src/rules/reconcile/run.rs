@@ -11,10 +11,7 @@ use std::{
     time::Duration,
 };
 
-use kernel::{
-    guard, make_ip_sets,
-    netfilter::{self, Kind},
-};
+use kernel::netfilter::{self, Kind, guard, make_ip_sets};
 use nix::sched::{CloneFlags, unshare};
 use serde::Serialize;
 use takeover::may_die;

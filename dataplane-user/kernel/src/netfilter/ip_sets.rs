@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, io};
 
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
-use super::netlink::{Netlink, attribute, nested, string};
+use crate::netlink::{Netlink, attribute, nested, string};
 
 /// `NFNL_SUBSYS_IPSET` and `IPSET_CMD_CREATE`.
 const CREATE: u16 = 6 << 8 | 2;

@@ -10,7 +10,7 @@ use netlink_packet_route::{
     route::{RouteAddress, RouteAttribute, RouteMessage, RouteType},
 };
 
-use super::{
+use crate::{
     error::{Doing, Error},
     rtnetlink::Netlink,
 };

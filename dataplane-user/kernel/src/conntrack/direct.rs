@@ -13,7 +13,7 @@ use dataplane_common::{
     states::{State, Timeouts},
 };
 
-use super::{
+use crate::{
     error::{Doing, Error},
     map::Mapped,
 };

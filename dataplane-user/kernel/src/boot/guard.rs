@@ -16,10 +16,10 @@ use dataplane_common::{
     capture::{MESH_DENIES, MESH_GUARD, MESH_NAMESPACES, MESH_PORT},
 };
 
-use super::error::{Doing, Error};
+use crate::error::{Doing, Error};
 
 /// Returns the directory that says that the guard stands.
-pub(super) fn sign(bpffs: &Path) -> PathBuf {
+pub(crate) fn sign(bpffs: &Path) -> PathBuf {
     bpffs.join("guard")
 }
 
@@ -34,7 +34,7 @@ pub fn stands(bpffs: &Path) -> Result<bool, Error> {
 }
 
 /// Removes the sign. The programs refuse until the agent changes their configuration.
-pub(super) fn lower(bpffs: &Path) -> Result<(), Error> {
+pub(crate) fn lower(bpffs: &Path) -> Result<(), Error> {
     let sign = sign(bpffs);
     match fs::remove_dir(&sign) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -45,10 +45,10 @@ pub(super) fn lower(bpffs: &Path) -> Result<(), Error> {
 }
 
 /// The programs' flags for the guard: they judge connections and, by the last flag, datagrams.
-pub(super) const FLAGS: u64 = MESH_GUARD | MESH_NAMESPACES | MESH_DENIES;
+pub(crate) const FLAGS: u64 = MESH_GUARD | MESH_NAMESPACES | MESH_DENIES;
 
 /// Returns the programs' flags with those of the guard. `outbound`: the proxy's port, if the flags name none.
-pub(super) fn refusing(before: u64, outbound: u16) -> u64 {
+pub(crate) fn refusing(before: u64, outbound: u16) -> u64 {
     let port = match before {
         0 => u64::from(Port::new(outbound).be()) << MESH_PORT,
         _ => 0,

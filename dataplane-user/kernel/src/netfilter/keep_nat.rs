@@ -10,12 +10,12 @@ use std::io;
 
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
-use super::{
-    netlink::Netlink,
-    nft_requests::{
+use crate::{
+    netfilter::requests::{
         self, NOT_EQUAL, SUBSYSTEM, bitwise, compare, conntrack, exists, expression, new_chain,
         new_rule, new_table,
     },
+    netlink::Netlink,
 };
 
 /// The table's name, in the family `inet`.
@@ -47,7 +47,7 @@ pub fn add() -> io::Result<bool> {
 /// # Errors
 /// If the kernel refuses.
 pub fn remove() -> io::Result<bool> {
-    nft_requests::remove_with_conntrack(TABLE)
+    requests::remove_with_conntrack(TABLE)
 }
 
 /// Whether the table exists.
@@ -55,7 +55,7 @@ pub fn remove() -> io::Result<bool> {
 /// # Errors
 /// If the kernel does not answer.
 pub fn is_there() -> io::Result<bool> {
-    nft_requests::is_there_with_conntrack(TABLE)
+    requests::is_there_with_conntrack(TABLE)
 }
 
 /// `ct state new counter`: any question to conntrack has the kernel track connections.

@@ -12,12 +12,12 @@ use std::{io, time::Duration};
 
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
-use super::{
-    netlink::{Netlink, attribute, nested, string},
-    nft_requests::{
+use crate::{
+    netfilter::requests::{
         self, CREATE, INET, NOT_EQUAL, REGISTER, Request, SUBSYSTEM, compare, delete_table, drop,
         exists, expression, meta, new_chain, new_rule, new_table, number,
     },
+    netlink::{Netlink, attribute, nested, string},
 };
 
 /// The table's name, in the family `inet`.
@@ -75,7 +75,7 @@ pub fn down() -> io::Result<bool> {
 /// # Errors
 /// If the kernel does not answer.
 pub fn is_there() -> io::Result<bool> {
-    nft_requests::is_there(TABLE)
+    requests::is_there(TABLE)
 }
 
 /// Replaces the set's elements, in one transaction. Kernels before 6.13 do not change the timeout of an existing

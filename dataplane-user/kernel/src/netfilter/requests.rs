@@ -5,7 +5,7 @@ use std::io;
 
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
-use super::{
+use crate::{
     netlink::{Netlink, attribute, is_without_netfilter, nested, string},
     nf_conntrack,
 };

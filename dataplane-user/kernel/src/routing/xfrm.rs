@@ -10,7 +10,7 @@ use netlink_sys::protocols::NETLINK_XFRM;
 use plan::ipsec::{self, Policy};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
-use super::{
+use crate::{
     error::{Doing, Error},
     netlink::{Netlink, attributes, content},
 };

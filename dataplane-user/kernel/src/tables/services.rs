@@ -11,7 +11,7 @@ use std::{
 use dataplane_common::Addr;
 use plan::{Contents, Demand, Write};
 
-use super::{
+use crate::{
     error::Error,
     packet::Filter,
     tables::{Growth, Limits, Tables},
@@ -33,7 +33,7 @@ struct Inner {
 }
 
 impl ServiceTables {
-    pub(super) fn new(tables: Tables, limits: Limits, masquerade: Vec<Addr>) -> Self {
+    pub(crate) fn new(tables: Tables, limits: Limits, masquerade: Vec<Addr>) -> Self {
         Self(Arc::new(Mutex::new(Inner {
             tables,
             limits,
@@ -48,7 +48,7 @@ impl ServiceTables {
     }
 
     /// Returns the tables, for reading. Writers wait meanwhile.
-    pub(super) fn read(&self) -> impl Deref<Target = Tables> {
+    pub(crate) fn read(&self) -> impl Deref<Target = Tables> {
         Reading(self.lock())
     }
 
@@ -135,7 +135,7 @@ impl Deref for Reading<'_> {
 
 /// Carries out writes, in their order. `freed`: whether a hash element was freed since the last
 /// grace period.
-pub(super) fn write(tables: &mut Tables, freed: &mut bool, writes: &[Write]) -> Result<(), Error> {
+pub(crate) fn write(tables: &mut Tables, freed: &mut bool, writes: &[Write]) -> Result<(), Error> {
     let mut keys = Vec::new();
     let mut values = Vec::new();
     let mut replaced = Vec::new();

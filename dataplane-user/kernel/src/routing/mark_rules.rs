@@ -8,7 +8,7 @@ use netlink_packet_route::{
     rule::{RuleAttribute, RuleMessage},
 };
 
-use super::{
+use crate::{
     error::{Doing, Error},
     rtnetlink::Netlink,
 };

@@ -9,11 +9,12 @@ use std::{
     path::PathBuf,
 };
 
-use super::{
+use crate::{
     error::{Doing, Error},
-    namespaces, netfilter, netns_cookie,
+    namespaces::{self, netns_cookie},
+    netfilter,
+    routing::xfrm,
     sockets::other_ends,
-    xfrm,
 };
 
 /// A network namespace of a pod's processes.

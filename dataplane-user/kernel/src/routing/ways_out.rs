@@ -9,7 +9,7 @@ use netlink_packet_route::{
     rule::{RuleAction, RuleAttribute, RuleFlags, RuleMessage},
 };
 
-use super::{
+use crate::{
     capture::OUR_TABLE,
     error::{Doing, Error},
     interfaces::interfaces,

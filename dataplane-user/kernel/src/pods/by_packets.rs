@@ -12,7 +12,7 @@ use dataplane_common::{
     tables::{BY_PACKETS, Config},
 };
 
-use super::{
+use crate::{
     error::{Doing, Error},
     map::{Hash, Mapped},
     pins::{Pins, spec},
