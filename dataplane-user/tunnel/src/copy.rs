@@ -132,10 +132,8 @@ impl Stream {
     }
 
     /// Copies both ways until both sides have ended. Resets the socket and the stream if one of them is reset.
-    pub async fn copy(self, socket: TcpStream, flow: &Flow) -> CloseReason {
+    pub fn copy(self, socket: TcpStream, flow: &Flow) -> impl Future<Output = CloseReason> {
         let mut copy = Copy {
-            socket: &socket,
-            flow,
             send: self.send,
             up_size: SMALL,
             up_done: false,
@@ -149,27 +147,29 @@ impl Stream {
             blocked: None,
             timer: None,
         };
-        let ended = tokio::select! {
-            biased;
-            ended = poll_fn(|cx| copy.poll(cx)) => ended,
-            () = flow.end.notified() => CloseReason::Aborted,
-            // Finds a reset also while `poll` reads nothing from the socket.
-            _ = socket.ready(Interest::ERROR) => CloseReason::SocketReset,
-        };
-        match ended {
-            CloseReason::Closed => return ended,
-            CloseReason::StreamReset => {}
-            CloseReason::SocketReset => copy.send.send_reset(Reason::CONNECT_ERROR),
-            CloseReason::Stalled | CloseReason::Aborted => copy.send.send_reset(Reason::CANCEL),
+        let lease = self.lease;
+        async move {
+            let ended = tokio::select! {
+                biased;
+                ended = poll_fn(|cx| copy.poll(&socket, flow, cx)) => ended,
+                () = flow.end.notified() => CloseReason::Aborted,
+                // Finds a reset also while `poll` reads nothing from the socket.
+                _ = socket.ready(Interest::ERROR) => CloseReason::SocketReset,
+            };
+            match ended {
+                CloseReason::Closed => return ended,
+                CloseReason::StreamReset => {}
+                CloseReason::SocketReset => copy.send.send_reset(Reason::CONNECT_ERROR),
+                CloseReason::Stalled | CloseReason::Aborted => copy.send.send_reset(Reason::CANCEL),
+            }
+            reset_on_close(&socket);
+            drop((copy, lease));
+            ended
         }
-        reset_on_close(&socket);
-        ended
     }
 }
 
-struct Copy<'a> {
-    socket: &'a TcpStream,
-    flow: &'a Flow,
+struct Copy {
     send: SendStream<Bytes>,
     /// The size of the next read.
     up_size: usize,
@@ -196,8 +196,8 @@ struct Copy<'a> {
 /// The progress of one direction.
 type Step = Poll<Result<(), CloseReason>>;
 
-impl Copy<'_> {
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<CloseReason> {
+impl Copy {
+    fn poll(&mut self, socket: &TcpStream, flow: &Flow, cx: &mut Context<'_>) -> Poll<CloseReason> {
         if self.reset.is_none()
             && !(self.up_done && self.recv_done)
             && let Poll::Ready(reset) = self.send.poll_reset(cx)
@@ -205,7 +205,7 @@ impl Copy<'_> {
             self.reset = Some(reset.unwrap_or(Reason::INTERNAL_ERROR));
         }
         if !self.down_done
-            && let Poll::Ready(Err(ended)) = self.poll_down(cx)
+            && let Poll::Ready(Err(ended)) = self.poll_down(socket, flow, cx)
         {
             return Poll::Ready(ended);
         }
@@ -218,7 +218,7 @@ impl Copy<'_> {
             };
         }
         if !self.up_done
-            && let Poll::Ready(Err(ended)) = self.poll_up(cx)
+            && let Poll::Ready(Err(ended)) = self.poll_up(socket, flow, cx)
         {
             return Poll::Ready(ended);
         }
@@ -229,9 +229,9 @@ impl Copy<'_> {
     }
 
     /// Copies from the socket to the stream.
-    fn poll_up(&mut self, cx: &mut Context<'_>) -> Step {
+    fn poll_up(&mut self, socket: &TcpStream, flow: &Flow, cx: &mut Context<'_>) -> Step {
         for _ in 0..TURNS {
-            ready!(self.socket.poll_read_ready(cx)).map_err(|_| CloseReason::SocketReset)?;
+            ready!(socket.poll_read_ready(cx)).map_err(|_| CloseReason::SocketReset)?;
             self.send.reserve_capacity(self.up_size);
             while self.send.capacity() == 0 {
                 match ready!(self.send.poll_capacity(cx)) {
@@ -240,7 +240,7 @@ impl Copy<'_> {
                 }
             }
             let most = self.up_size.min(self.send.capacity());
-            match read(self.socket, most) {
+            match read(socket, most) {
                 Ok(bytes) if bytes.is_empty() => {
                     let sent = self.send.send_data(bytes, true);
                     sent.map_err(|_| CloseReason::StreamReset)?;
@@ -251,7 +251,7 @@ impl Copy<'_> {
                     let count = bytes.len();
                     let sent = self.send.send_data(bytes, false);
                     sent.map_err(|_| CloseReason::StreamReset)?;
-                    self.flow.add(0, count);
+                    flow.add(0, count);
                     if count == self.up_size {
                         self.up_size = (count * 2).min(LARGE);
                     } else if count < self.up_size / 4 {
@@ -271,24 +271,26 @@ impl Copy<'_> {
     }
 
     /// Copies from the stream to the socket.
-    fn poll_down(&mut self, cx: &mut Context<'_>) -> Step {
+    fn poll_down(&mut self, socket: &TcpStream, flow: &Flow, cx: &mut Context<'_>) -> Step {
         for _ in 0..TURNS {
             self.receive(cx)?;
             if self.pending.is_empty() {
                 if !self.recv_done {
+                    // An idle stream holds no memory for the next bytes.
+                    self.pending = VecDeque::new();
                     return Poll::Pending;
                 }
-                shutdown(self.socket, Shutdown::Write).map_err(|_| CloseReason::SocketReset)?;
+                shutdown(socket, Shutdown::Write).map_err(|_| CloseReason::SocketReset)?;
                 self.down_done = true;
                 return Poll::Ready(Ok(()));
             }
-            match self.write() {
+            match self.write(socket) {
                 Ok(count) => {
-                    self.flow.add(1, count);
+                    flow.add(1, count);
                     self.release(count)?;
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if self.socket.poll_write_ready(cx).is_pending() {
+                    if socket.poll_write_ready(cx).is_pending() {
                         return self.wait(cx);
                     }
                 }
@@ -336,15 +338,15 @@ impl Copy<'_> {
         Ok(())
     }
 
-    fn write(&mut self) -> io::Result<usize> {
+    fn write(&mut self, socket: &TcpStream) -> io::Result<usize> {
         let mut count = if let [only] = self.pending.make_contiguous() {
-            self.socket.try_write(only)?
+            socket.try_write(only)?
         } else {
             let mut pieces = [IoSlice::new(&[]); PIECES];
             let filled = self.pending.iter().zip(&mut pieces);
             let filled = filled.map(|(bytes, piece)| *piece = IoSlice::new(bytes));
             let filled = filled.count();
-            self.socket.try_write_vectored(&pieces[..filled])?
+            socket.try_write_vectored(&pieces[..filled])?
         };
         let written = count;
         while let Some(first) = self.pending.front_mut() {
@@ -354,9 +356,6 @@ impl Copy<'_> {
             }
             count -= first.len();
             self.pending.pop_front();
-        }
-        if self.pending.is_empty() {
-            self.pending.shrink_to(PIECES);
         }
         Ok(written)
     }

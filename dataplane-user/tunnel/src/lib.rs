@@ -81,7 +81,8 @@ pub struct Settings {
     pub connect: Duration,
     /// The time limit for the TLS handshake of a peer that connects.
     pub handshake: Duration,
-    /// The maximum number of streams in a tunnel. Further streams take another tunnel.
+    /// The maximum number of streams in a tunnel. Further streams take another tunnel. A power of two, because the
+    /// HTTP/2 library doubles its table of streams.
     pub streams: usize,
     /// The maximum number of tunnels of a listening socket. Further tunnels wait in the backlog.
     pub tunnels: usize,
@@ -108,7 +109,7 @@ impl Default for Settings {
             threads: 0,
             connect: Duration::from_secs(10),
             handshake: Duration::from_secs(10),
-            streams: 100,
+            streams: 128,
             tunnels: 4096,
             tunnels_of_address: 256,
             unfinished: 1024,
@@ -121,7 +122,7 @@ impl Default for Settings {
     }
 }
 
-/// The maximum number of streams of a peer in one tunnel. Agents and ztunnels have up to 100.
+/// The maximum number of streams of a peer in one tunnel. Agents have up to 128, and ztunnels up to 100.
 const STREAMS: u32 = 256;
 /// The window of a tunnel: the sum of the windows of all its streams, so that stalled streams do not slow other streams.
 const TUNNEL_WINDOW: u32 = WINDOW * STREAMS;

@@ -19,15 +19,33 @@ use super::{
     },
     Shared,
     dial::dial,
-    id, reset,
+    id,
+    live::Entry,
+    reset,
 };
 
 /// Relays a connection until it ends.
-pub async fn carry<I: Identities + 'static>(
+pub fn carry<I: Identities + 'static>(
     shared: Arc<Shared>,
     handed: Handed,
     outbound: Outbound<I>,
-) {
+) -> impl Future<Output = ()> + Send + use<I> {
+    // In memory of its own, which an established stream does not hold.
+    let beginning = Box::pin(begin(shared, handed, outbound));
+    async move {
+        if let Some((stream, client, entry)) = beginning.await {
+            let ended = stream.copy(client, entry.flow()).await;
+            entry.end(ended);
+        }
+    }
+}
+
+/// Makes the stream of a connection. Returns `None` if the connection has ended before.
+async fn begin<I: Identities + 'static>(
+    shared: Arc<Shared>,
+    handed: Handed,
+    outbound: Outbound<I>,
+) -> Option<(Stream, TcpStream, Entry)> {
     let Handed {
         mut session,
         client,
@@ -38,15 +56,13 @@ pub async fn carry<I: Identities + 'static>(
         Err(error) => {
             session.failed(error);
             session.end(Flag::Tunnel);
-            return;
+            return None;
         }
     };
     let entry = shared.live.add(session.attached(), Direction::Outbound);
-    // In memory of its own, which an established stream does not hold.
-    let connecting = Box::pin(connect(&shared, &mut session, &outbound));
     let connected = tokio::select! {
         biased;
-        connected = connecting => connected,
+        connected = connect(&shared, &mut session, &outbound) => connected,
         () = entry.flow().until_end() => Err(entry.cause()),
         // Gives the attempt up if the client resets the connection.
         _ = client.ready(Interest::ERROR) => Err(reset(Direction::Outbound, true)),
@@ -56,7 +72,7 @@ pub async fn carry<I: Identities + 'static>(
         Err(flag) => {
             socket::reset_on_close(&client);
             session.end(flag);
-            return;
+            return None;
         }
     };
     shared.manner.patience.apply(&client);
@@ -64,8 +80,7 @@ pub async fn carry<I: Identities + 'static>(
     if !first.is_empty() {
         stream.send_first(first, entry.flow());
     }
-    let ended = stream.copy(client, entry.flow()).await;
-    entry.end(ended);
+    Some((stream, client, entry))
 }
 
 /// Makes a stream to the endpoint that the session has chosen. Tries the next endpoints if that fails.
