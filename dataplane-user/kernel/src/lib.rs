@@ -250,8 +250,10 @@ impl Kernel {
                 .attach_events(&self.pins, &self.cgroup, wanted)?;
         }
         // Before anything is looked up by it, and after.
+        let judging = capture::judging(wanted);
         for namespace in namespaces.iter().filter(|_| self.waiting.is_none()) {
-            if let Err(error) = self.capture.attach(&self.pins, namespace) {
+            let judges = judging.contains(&namespace.cookie);
+            if let Err(error) = self.capture.attach(&self.pins, namespace, judges) {
                 failed.insert(namespace.cookie, error);
             }
         }

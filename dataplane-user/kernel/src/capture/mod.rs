@@ -14,7 +14,7 @@ pub use routing::TABLE as OUR_TABLE;
 mod tables;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
 };
@@ -357,9 +357,14 @@ impl Capture {
     }
 
     /// Attaches our program to a namespace, for inbound connections, or replaces the attached program in place.
-    pub(super) fn attach(&mut self, pins: &Pins, namespace: &Namespace) -> Result<(), Error> {
+    pub(super) fn attach(
+        &mut self,
+        pins: &Pins,
+        namespace: &Namespace,
+        judges: bool,
+    ) -> Result<(), Error> {
         match &mut self.inbound {
-            Some(inbound) => inbound.attach(pins, namespace),
+            Some(inbound) => inbound.attach(pins, namespace, judges),
             None => Ok(()),
         }
     }
@@ -433,6 +438,17 @@ fn is_exclusion(kind: Option<u32>, said: u32) -> bool {
 /// and policies come and go.
 pub(super) fn keeps_program(entry: &Enrolled) -> bool {
     entry.flags & Enrolled::CAPTURED != 0
+}
+
+/// The network namespaces, by their cookies, in which policies decide about connections to the workload.
+pub(super) fn judging(captured: &Captured) -> HashSet<u64> {
+    let namespaces = captured.namespaces.iter();
+    let namespaces = namespaces.map(|(cookie, entry)| (*cookie, entry.flags));
+    let locals = captured.locals.values();
+    let all = namespaces.chain(locals.map(|local| (local.netns, local.flags)));
+    all.filter(|(_, flags)| flags & Enrolled::JUDGES_INBOUND != 0)
+        .map(|(cookie, _)| cookie)
+        .collect()
 }
 
 /// Whether any workload's connections go to a proxy.
