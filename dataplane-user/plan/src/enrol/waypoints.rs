@@ -35,8 +35,8 @@ mod tests {
     use std::sync::Arc;
 
     use model::{
-        AllowedNamespaces, Gateway, GatewayAddress, IstioNamespace, Layers, Mode, Place, Rules,
-        ServiceName, Snapshot, UseWaypoint, Workload, WorkloadName,
+        Gateway, GatewayAddress, IstioNamespace, Layers, Mode, Place, Rules, ServiceName, Snapshot,
+        UseWaypoint, Workload, WorkloadName,
     };
 
     use super::{
@@ -107,7 +107,7 @@ mod tests {
             for_services: false,
             for_workloads: true,
             addresses: [GatewayAddress::Service(ServiceName::new("shop", "gate"))].into(),
-            allowed: AllowedNamespaces::Same,
+            ..Gateway::default()
         };
         let name = ServiceName::new("shop", "gate000");
         snapshot.istio.gateways.insert(name, Arc::new(gateway));
