@@ -35,13 +35,22 @@ pub enum NoGateway {
 
 impl fmt::Display for NoGateway {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Missing => "the Gateway does not exist, or cannot be read",
-            Self::NotAllowed => {
-                "allowedRoutes of the Gateway's listener do not allow the namespace of the object that names it"
-            }
-            Self::NoAddress => "the Gateway has no usable address (status.addresses)",
-        })
+        // With the names of the condition that Istio's control plane writes.
+        let (text, reason) = match self {
+            Self::Missing => (
+                "the Gateway does not exist, or cannot be read",
+                "WaypointIsNotReady",
+            ),
+            Self::NotAllowed => (
+                "allowedRoutes of the Gateway's listener do not allow the namespace of the object that names it",
+                "AttachmentDenied",
+            ),
+            Self::NoAddress => (
+                "the Gateway has no usable address (status.addresses)",
+                "WaypointIsNotReady",
+            ),
+        };
+        write!(f, "{text} (WaypointBound=False, {reason})")
     }
 }
 

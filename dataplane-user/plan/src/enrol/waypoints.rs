@@ -95,7 +95,7 @@ mod tests {
         let members = members(&said, &snapshot);
         let texts = unusable_waypoints(&snapshot, &members, false);
         assert_eq!(texts.len(), NAMED[1]);
-        let missing = "the Gateway does not exist, or cannot be read";
+        let missing = "the Gateway does not exist, or cannot be read (WaypointBound=False, WaypointIsNotReady)";
         let first = format!("shop/gate000, which a Pod of namespace shop names: {missing}");
         assert!(texts[0].ends_with(&format!(": {first}")), "{}", texts[0]);
         let lines: Vec<_> = texts[1].split("; ").collect();
