@@ -378,6 +378,7 @@ impl Input {
         self.snapshot.grants = view.grants;
         self.snapshot.istio.namespaces = view.istio.namespaces;
         self.snapshot.istio.gateways = view.istio.gateways;
+        self.snapshot.istio.classes = view.istio.classes;
         self.snapshot.istio.unread = view.istio.unread;
         self.snapshot.workloads = view.workloads;
         self.snapshot.pods = view.pods;

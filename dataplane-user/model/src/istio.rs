@@ -6,7 +6,7 @@ use std::{collections::BTreeSet, sync::Arc};
 use imbl::{OrdMap, ordmap::DiffItem};
 
 use super::{
-    Gateway, Service, ServiceName, ServiceType, UseWaypoint,
+    Binding, Gateway, Service, ServiceName, ServiceType, UseWaypoint,
     authorization::{Authorization, PeerAuthentication, Policies, PolicyName, Rank},
 };
 
@@ -17,6 +17,8 @@ pub struct Istio {
     pub namespaces: OrdMap<Arc<str>, Arc<IstioNamespace>>,
     /// The Gateways.
     pub gateways: OrdMap<ServiceName, Arc<Gateway>>,
+    /// The bindings of GatewayClasses that have one.
+    pub classes: OrdMap<Box<str>, Binding>,
     /// Whether the agent's proxy sends the connections of workloads with identities to waypoints.
     pub waypoints: bool,
     /// Whether a kind of policy cannot be read, or has not been read yet, although policies are wanted.

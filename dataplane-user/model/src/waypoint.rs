@@ -6,9 +6,12 @@ use std::{
 };
 
 use super::{
-    AllowedNamespaces, Gateway, Istio, Label, Requirement, Service, ServiceName, UseWaypoint,
-    Workload,
+    AllowedNamespaces, Binding, Gateway, Istio, Label, Requirement, Service, ServiceName,
+    UseWaypoint, Workload,
 };
+
+/// A label of the Pods of a Gateway: the Gateway's name.
+const LABEL_GATEWAY: &str = "gateway.networking.k8s.io/gateway-name";
 
 /// The waypoint for connections to a service or a workload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,13 +35,22 @@ pub enum NoGateway {
 
 impl fmt::Display for NoGateway {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Missing => "the Gateway does not exist, or cannot be read",
-            Self::NotAllowed => {
-                "allowedRoutes of the Gateway's listener do not allow the namespace of the object that names it"
-            }
-            Self::NoAddress => "the Gateway has no usable address (status.addresses)",
-        })
+        // With the names of the condition that Istio's control plane writes.
+        let (text, reason) = match self {
+            Self::Missing => (
+                "the Gateway does not exist, or cannot be read",
+                "WaypointIsNotReady",
+            ),
+            Self::NotAllowed => (
+                "allowedRoutes of the Gateway's listener do not allow the namespace of the object that names it",
+                "AttachmentDenied",
+            ),
+            Self::NoAddress => (
+                "the Gateway has no usable address (status.addresses)",
+                "WaypointIsNotReady",
+            ),
+        };
+        write!(f, "{text} (WaypointBound=False, {reason})")
     }
 }
 
@@ -83,8 +95,26 @@ impl Istio {
         Some(Waypoint { name, gateway })
     }
 
+    /// Returns how the Pods of a Gateway take streams. `None`: as other Pods.
+    pub fn binding(&self, gateway: &Gateway) -> Option<Binding> {
+        let of_class = || self.classes.get(&gateway.class).copied();
+        gateway.binding.or_else(of_class)
+    }
+
+    /// Returns the Gateway whose Pod a workload on this node is, and how it takes streams. `None`: as other Pods, also if the
+    /// Gateway has no address.
+    pub fn bound(&self, workload: &Workload) -> Option<(ServiceName, Binding)> {
+        let mut labels = workload.labels.iter();
+        let name = labels.find_map(|(key, value)| (**key == *LABEL_GATEWAY).then_some(value))?;
+        let name = ServiceName::new(workload.name.namespace(), name);
+        let gateway = self.gateways.get(&name);
+        let gateway = gateway.filter(|of| !of.addresses.is_empty())?;
+        let binding = self.binding(gateway)?;
+        Some((name, binding))
+    }
+
     fn allows(&self, gateway: &Gateway, name: &ServiceName, namespace: &str) -> bool {
-        match &gateway.allowed {
+        match gateway.allowed(self.binding(gateway)) {
             AllowedNamespaces::Same => name.namespace() == namespace,
             AllowedNamespaces::All => true,
             AllowedNamespaces::None => false,

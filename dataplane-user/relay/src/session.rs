@@ -342,14 +342,15 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         self.count();
+        let at = self.connects_to();
         let (endpoint, error) = match &mut self.progress {
             Progress::Reached(counters) => {
                 counters.closed.fetch_add(1, Ordering::Relaxed);
-                (Some(self.endpoint), None)
+                (Some(at), None)
             }
             Progress::Dialing(attempts) => {
                 let error = attempts.error.take();
-                let endpoint = (!attempts.failed.is_empty()).then_some(self.endpoint);
+                let endpoint = (!attempts.failed.is_empty()).then_some(at);
                 let counters = self.counters(None, self.flag);
                 counters.failed.fetch_add(1, Ordering::Relaxed);
                 (endpoint, error)

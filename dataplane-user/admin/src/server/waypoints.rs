@@ -29,7 +29,9 @@ pub async fn get(Shared(context): Shared<Arc<Context>>, Query(asked): Query<Aske
             let step = match way {
                 Ok((gateway, at)) => {
                     let name = gateway.as_str().escape_debug();
-                    format!("the waypoint is Gateway {name}, which the proxy reaches at {at}")
+                    format!(
+                        "the waypoint is Gateway {name}, which the proxy reaches at {at} (WaypointBound=True, WaypointAccepted)"
+                    )
                 }
                 Err(why) => format!("the proxy refuses the connection: {why}"),
             };

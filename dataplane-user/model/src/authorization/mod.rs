@@ -216,7 +216,9 @@ impl Policies {
     pub fn explain(&self, connection: &Connection<'_>) -> Vec<String> {
         let mut lines = Vec::new();
         for name in &self.custom {
-            lines.push(format!("{name}: CUSTOM is not evaluated"));
+            lines.push(format!(
+                "{name}: CUSTOM is not evaluated (ZtunnelAccepted=False, UnsupportedValue)"
+            ));
         }
         for (action, dry_run) in [
             (Action::Deny, true),

@@ -35,8 +35,8 @@ mod tests {
     use std::sync::Arc;
 
     use model::{
-        AllowedNamespaces, Gateway, GatewayAddress, IstioNamespace, Layers, Mode, Place, Rules,
-        ServiceName, Snapshot, UseWaypoint, Workload, WorkloadName,
+        Gateway, GatewayAddress, IstioNamespace, Layers, Mode, Place, Rules, ServiceName, Snapshot,
+        UseWaypoint, Workload, WorkloadName,
     };
 
     use super::{
@@ -95,7 +95,7 @@ mod tests {
         let members = members(&said, &snapshot);
         let texts = unusable_waypoints(&snapshot, &members, false);
         assert_eq!(texts.len(), NAMED[1]);
-        let missing = "the Gateway does not exist, or cannot be read";
+        let missing = "the Gateway does not exist, or cannot be read (WaypointBound=False, WaypointIsNotReady)";
         let first = format!("shop/gate000, which a Pod of namespace shop names: {missing}");
         assert!(texts[0].ends_with(&format!(": {first}")), "{}", texts[0]);
         let lines: Vec<_> = texts[1].split("; ").collect();
@@ -107,7 +107,7 @@ mod tests {
             for_services: false,
             for_workloads: true,
             addresses: [GatewayAddress::Service(ServiceName::new("shop", "gate"))].into(),
-            allowed: AllowedNamespaces::Same,
+            ..Gateway::default()
         };
         let name = ServiceName::new("shop", "gate000");
         snapshot.istio.gateways.insert(name, Arc::new(gateway));

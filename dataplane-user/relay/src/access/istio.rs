@@ -96,8 +96,10 @@ impl Line {
             src_workload,
             src_namespace,
             src_identity,
-            dst_addr: match (principals, record.authority) {
-                (Some(_), None) => SocketAddr::new(endpoint.ip(), HBONE),
+            dst_addr: match (principals, record.authority, record.direction) {
+                (Some(_), None, _) | (Some(_), _, Direction::Inbound) => {
+                    SocketAddr::new(endpoint.ip(), HBONE)
+                }
                 _ => endpoint,
             },
             dst_hbone_addr: principals.map(|_| record.authority.unwrap_or(endpoint)),
@@ -219,6 +221,10 @@ mod tests {
         let waypoint = ["10.0.0.2:15009", "10.96.0.1:80"].map(|of| of.parse().ok());
         [through.endpoint, through.authority] = waypoint;
         let addresses = " dst.addr=10.0.0.2:15009 dst.hbone_addr=10.96.0.1:80 ";
+        assert!(text(&through).contains(addresses), "{}", text(&through));
+        // The node's proxy has accepted the tunnel to the waypoint.
+        through.direction = Direction::Inbound;
+        let addresses = " dst.addr=10.0.0.2:15008 dst.hbone_addr=10.96.0.1:80 ";
         assert!(text(&through).contains(addresses), "{}", text(&through));
         let mut plain = record(Direction::Inbound);
         (plain.principals, plain.peer, plain.flag) = (None, None, Flag::ClientReset);

@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use model::{GatewayAddress, ServiceName, Waypoint, Workload};
+use model::{Binding, Gateway, GatewayAddress, ServiceName, Waypoint, Workload};
 
 use super::{Found, Index, Target};
 
@@ -23,12 +23,21 @@ pub struct Via {
     pub(crate) at: SocketAddr,
     /// The destination of the stream: the service's VIP and port, or the workload's address and port.
     pub(crate) authority: SocketAddr,
+    /// Whether the proxies of the nodes accept the waypoint's tunnels, at port 15008 of its Pods ([`Binding`]).
+    pub(crate) is_bound: bool,
 }
 
 impl Index {
     /// Returns whether the proxy sends connections of a workload to waypoints.
     pub(crate) fn sends_to_waypoints(&self, own: &Workload) -> bool {
         self.snapshot.istio.waypoints && !own.account.is_empty()
+    }
+
+    /// Returns the Gateway whose Pod an attached workload is, and how it takes the streams of tunnels. `None`: as other Pods.
+    pub fn bound(&self, own: &Arc<Workload>) -> Option<(ServiceName, Binding)> {
+        // Its labels may have changed.
+        let own = self.snapshot.workloads.get(&own.name).unwrap_or(own);
+        self.snapshot.istio.bound(own)
     }
 
     /// Returns the Gateway to whose waypoint a workload's connection goes, and the waypoint's address. `None`: the connection
@@ -99,6 +108,8 @@ impl Index {
             Ok(gateway) => gateway,
             Err(why) => return Some(Err(format!("waypoint {name} cannot be used: {why}"))),
         };
+        let is_bound = self.snapshot.istio.binding(gateway).is_some();
+        let ports = ports(gateway, is_bound);
         let addresses = gateway.addresses.iter();
         let mut found = addresses.flat_map(|address| {
             let (ips, named) = match address {
@@ -110,9 +121,11 @@ impl Index {
                 }
             };
             let of = waypoint.name.namespace();
-            let found = ips
-                .iter()
-                .filter_map(move |ip| self.entrance(SocketAddr::new(*ip, PORT), named, of));
+            let all = ips.iter().flat_map(|ip| {
+                let ports = ports.iter();
+                ports.map(|port| SocketAddr::new(*ip, *port))
+            });
+            let found = all.filter_map(|at| self.entrance(at, named, of));
             found.collect::<Vec<_>>()
         });
         let Some((target, at)) = found.next() else {
@@ -137,6 +150,7 @@ impl Index {
                 target,
                 at,
                 authority,
+                is_bound,
             })
         })
     }
@@ -164,13 +178,24 @@ impl Index {
     }
 }
 
+/// Returns the ports at which a Gateway's service may lead to its Pods. If the proxies of the nodes accept the tunnels, the
+/// service need not have the port of tunnels.
+fn ports(gateway: &Gateway, is_bound: bool) -> Vec<u16> {
+    let further = gateway.listeners.iter().filter(|_| is_bound);
+    [PORT]
+        .into_iter()
+        .chain(further.map(|of| of.port))
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use std::{io, time::Instant};
 
     use model::{
-        AllowedNamespaces, Egress, Endpoint, Gateway, IstioNamespace, Place, Protocol, Service,
-        ServiceName, ServicePort, ServiceType, Snapshot, UseWaypoint, WorkloadName,
+        AllowedNamespaces, Egress, Endpoint, Gateway, GatewayListener, IstioNamespace, Place,
+        Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot, UseWaypoint,
+        WorkloadName,
     };
     use smallvec::smallvec;
     use threads::none_dies;
@@ -246,6 +271,28 @@ mod tests {
         format!("{way} {endpoint} {tunnel} {authority}")
     }
 
+    /// Makes a Gateway for connections to `what`, at an address, or at the service of this name.
+    fn gateway(what: &str, address: &str, is_bound: bool) -> Gateway {
+        let address = match address.parse() {
+            Ok(ip) => Some(GatewayAddress::Ip(ip)),
+            Err(_) if address == "-" => None,
+            Err(_) => Some(GatewayAddress::Service(ServiceName::new("shop", address))),
+        };
+        let listener = GatewayListener {
+            protocol: "istio.io/PROXY".into(),
+            port: 15088,
+            allowed: AllowedNamespaces::Same,
+        };
+        Gateway {
+            for_services: ["service", "all"].contains(&what),
+            for_workloads: ["workload", "all"].contains(&what),
+            addresses: address.into_iter().collect(),
+            listeners: [listener].into(),
+            class: if is_bound { "sandwich" } else { "" }.into(),
+            ..Gateway::default()
+        }
+    }
+
     /// Returns whether the text about a way, or about why there is none, names the Gateway for a connection that goes as `wanted`;
     /// and the text.
     fn names(
@@ -290,6 +337,10 @@ mod tests {
             app all - - 10.96.0.10:80 => CONNECT
             app all 10.96.0.99 lost 10.0.0.5:7 => CONNECT
             app all 10.96.0.99 twin 10.0.0.5:7 => CONNECT
+            app all 10.96.0.99 bound 10.96.0.10:80 => shop/gate 10.0.0.9:15009 10.0.0.9:15008 10.96.0.10:80
+            app all gate bound,named 10.96.0.10:80 => shop/gate 10.0.0.9:15009 10.0.0.9:15008 10.96.0.10:80
+            app all 10.0.0.9 named 10.96.0.10:80 => shop/gate 10.0.0.9:15008 10.0.0.9:15008 10.96.0.10:80
+            app all 10.96.0.99 named 10.96.0.10:80 => CONNECT
             app all 10.96.0.99 strange 10.96.0.10:80 => unclear 10.0.0.66:15009 10.0.0.66:15009 10.96.0.10:80
             gate all 10.96.0.99 - 10.96.0.10:80 => plain 10.0.0.5:8080 10.0.0.5:1 10.0.0.5:8080
             gate all 10.0.0.9 - 10.0.0.5:7 => plain 10.0.0.5:7 10.0.0.5:1 10.0.0.5:7
@@ -314,10 +365,16 @@ mod tests {
             } else {
                 "10.0.0.9:15009"
             };
+            // Its service has no port of tunnels.
+            let vip = if has("named") {
+                "10.96.0.99:15088"
+            } else {
+                "10.96.0.99:15008"
+            };
             let endpoint = (!has("empty")).then_some("10.0.0.5:8080");
             for of in [
                 service("web", "10.96.0.10:80", Some(30080), endpoint),
-                service("gate", "10.96.0.99:15008", None, Some(gate)),
+                service("gate", vip, None, Some(gate)),
             ] {
                 snapshot.services.insert(of.name.clone(), Arc::new(of));
             }
@@ -342,19 +399,15 @@ mod tests {
             let istio = &mut snapshot.istio;
             istio.namespaces.insert("shop".into(), Arc::new(of));
             (istio.waypoints, istio.denies) = (!has("off"), has("deny"));
-            let address = match address.parse() {
-                Ok(ip) => Some(GatewayAddress::Ip(ip)),
-                Err(_) if address == "-" => None,
-                Err(_) => Some(GatewayAddress::Service(ServiceName::new("shop", address))),
+            let binding = Binding {
+                has_header: true,
+                port: Some(15088),
             };
-            let gateway = Gateway {
-                for_services: ["service", "all"].contains(&what),
-                for_workloads: ["workload", "all"].contains(&what),
-                addresses: address.into_iter().collect(),
-                allowed: AllowedNamespaces::Same,
-            };
-            let name = ServiceName::new("shop", "gate");
-            istio.gateways.insert(name, Arc::new(gateway));
+            istio.classes.insert("sandwich".into(), binding);
+            let gateway = Arc::new(gateway(what, address, has("bound")));
+            istio
+                .gateways
+                .insert(ServiceName::new("shop", "gate"), gateway);
             let own = match client {
                 "nobody" => Arc::new(Workload {
                     account: "".into(),

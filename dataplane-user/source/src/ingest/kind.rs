@@ -5,7 +5,8 @@
 use std::{fmt, net::IpAddr, sync::Arc};
 
 use model::{
-    Gateway, Grant, IstioPolicy, Node, Place, Route, RouteKind, Service, ServiceName, Workload,
+    Binding, Gateway, Grant, IstioPolicy, Node, Place, Route, RouteKind, Service, ServiceName,
+    Workload,
 };
 use smallvec::SmallVec;
 
@@ -53,6 +54,8 @@ pub enum Kind {
     ReferenceGrant,
     /// Gateway API's Gateways.
     Gateway,
+    /// Gateway API's GatewayClasses.
+    GatewayClass,
     /// Istio's AuthorizationPolicies.
     AuthorizationPolicy,
     /// Istio's PeerAuthentications.
@@ -69,7 +72,7 @@ struct Names(
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Service,
         Self::Slice,
         Self::Node,
@@ -83,6 +86,7 @@ impl Kind {
         Self::GrpcRoute,
         Self::ReferenceGrant,
         Self::Gateway,
+        Self::GatewayClass,
         Self::AuthorizationPolicy,
         Self::PeerAuthentication,
     ];
@@ -107,6 +111,7 @@ impl Kind {
             Self::GrpcRoute => Names("GRPCRoute", "grpcroutes", GATEWAY, &["v1", "v1alpha2"]),
             Self::ReferenceGrant => Names("ReferenceGrant", "referencegrants", GATEWAY, V1BETA1),
             Self::Gateway => Names("Gateway", "gateways", GATEWAY, V1BETA1),
+            Self::GatewayClass => Names("GatewayClass", "gatewayclasses", GATEWAY, V1BETA1),
             Self::AuthorizationPolicy => {
                 let (word, resource) = ("AuthorizationPolicy", "authorizationpolicies");
                 Names(word, resource, SECURITY, V1BETA1)
@@ -165,7 +170,7 @@ impl Kind {
 
     /// Returns whether objects of the kind have no namespace.
     pub const fn is_of_the_cluster(self) -> bool {
-        matches!(self, Self::Node | Self::Namespace)
+        matches!(self, Self::Node | Self::Namespace | Self::GatewayClass)
     }
 
     /// Returns the consequence for the node if the API server refuses to let the kind be read. `None` if the agent
@@ -185,6 +190,9 @@ impl Kind {
             Self::ReferenceGrant => Some("no route leads to a Service of another namespace"),
             Self::Gateway => Some(
                 "captured Pods with an identity cannot connect to what has a waypoint (istio.io/use-waypoint)",
+            ),
+            Self::GatewayClass => Some(
+                "the annotation ambient.istio.io/waypoint-inbound-binding of GatewayClasses has no effect",
             ),
             Self::AuthorizationPolicy | Self::PeerAuthentication => Some(
                 "those that limit connections are not named, and all connections to captured Pods whose policies the proxy or the \
@@ -285,6 +293,12 @@ impl Kind {
                 let gateway: wire::Gateway = text.read(findings)?;
                 let body = objects::gateway(&gateway, findings);
                 (self.key(&gateway.metadata), Body::Gateway(Arc::new(body)))
+            }
+            Self::GatewayClass => {
+                // Only the metadata is read, as of a Namespace.
+                let metadata = text.read::<wire::Namespace>(findings)?.metadata;
+                let body = objects::gateway_class(&metadata, findings);
+                (self.key(&metadata), Body::GatewayClass(body))
             }
             Self::AuthorizationPolicy | Self::PeerAuthentication => {
                 self.policy(text, is_in_file, findings)
@@ -387,6 +401,8 @@ pub enum Body {
     Grant(Arc<Grant>),
     /// A Gateway.
     Gateway(Arc<Gateway>),
+    /// The binding of a GatewayClass.
+    GatewayClass(Option<Binding>),
     /// A policy of Istio's. `None`: it limits no connections to Pods.
     Policy(Option<IstioPolicy>),
     /// An object that is left to others.

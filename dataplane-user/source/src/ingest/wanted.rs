@@ -15,7 +15,7 @@ pub struct WantedKinds {
     pub entries: bool,
     /// Whether to read Gateway API's routes and ReferenceGrants.
     pub routes: bool,
-    /// Whether to read Gateways, which may be waypoints.
+    /// Whether to read Gateways, which may be waypoints, and GatewayClasses.
     pub waypoints: bool,
     /// Whether to read Istio's policies.
     pub policies: WantedPolicies,
@@ -63,7 +63,7 @@ impl WantedKinds {
             Kind::Pod => self.entries || self.scope >= Scope::HostPorts,
             Kind::Namespace => self.scope >= Scope::Mesh,
             Kind::ServiceEntry | Kind::WorkloadEntry => self.entries,
-            Kind::Gateway => self.waypoints,
+            Kind::Gateway | Kind::GatewayClass => self.waypoints,
             kind if kind.is_policy() => self.policies != WantedPolicies::None,
             _ => self.routes,
         }

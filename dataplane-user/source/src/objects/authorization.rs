@@ -101,7 +101,9 @@ pub(super) fn rules(
             };
             let names: Vec<String> = layer_7.into_iter().collect();
             let names = names.join(", ");
-            let text = format!("only a waypoint enforces {names}, so the rule {so}");
+            let text = format!(
+                "only a waypoint enforces {names}, so the rule {so} (ZtunnelAccepted=True, UnsupportedValue)"
+            );
             findings.note(path, text);
             if action == Action::Allow {
                 rules.push(Rule::never());

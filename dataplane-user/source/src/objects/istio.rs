@@ -136,7 +136,9 @@ fn authorization(
         "" | "ALLOW" => Action::Allow,
         "DENY" => Action::Deny,
         "AUDIT" | "CUSTOM" => {
-            let text = format!("{word} is not evaluated on a node, as by Istio's ztunnel");
+            let text = format!(
+                "{word} is not evaluated on a node, as by Istio's ztunnel (ZtunnelAccepted=False, UnsupportedValue)"
+            );
             findings.note("spec.action", text);
             let is_custom = word == "CUSTOM" && !rules.is_empty() && !dry_run;
             return Ok(is_custom.then_some(Effect::Custom));

@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use imbl::OrdMap;
 use model::{
-    Effect, Gateway, Gravity, IstioNamespace, IstioPolicy, Label, Problem, ServiceName,
+    Binding, Effect, Gateway, Gravity, IstioNamespace, IstioPolicy, Label, Problem, ServiceName,
     UseWaypoint, authorization::Rule,
 };
 
@@ -29,6 +29,7 @@ pub struct IstioObjects {
     is_wanted: bool,
     namespaces: OrdMap<Arc<str>, Arc<IstioNamespace>>,
     gateways: OrdMap<ServiceName, Arc<Gateway>>,
+    classes: OrdMap<Box<str>, Binding>,
     /// The namespaces and keys of policies beyond [`POLICIES_MAX`] and [`RULES_MAX`], whose content is not kept.
     beyond: BTreeSet<(Arc<str>, Arc<str>)>,
 }
@@ -40,6 +41,7 @@ impl IstioObjects {
             is_wanted,
             namespaces: OrdMap::new(),
             gateways: OrdMap::new(),
+            classes: OrdMap::new(),
             beyond: BTreeSet::new(),
         }
     }
@@ -64,6 +66,20 @@ impl IstioObjects {
             None => _ = self.gateways.remove(name),
         }
         true
+    }
+
+    /// Returns the bindings of all GatewayClasses. Cheap.
+    pub fn classes(&self) -> OrdMap<Box<str>, Binding> {
+        self.classes.clone()
+    }
+
+    /// Stores the binding of a GatewayClass, or removes it. Returns whether anything has changed.
+    pub fn put_class(&mut self, name: &str, binding: Option<Binding>) -> bool {
+        let before = match binding {
+            Some(binding) => self.classes.insert(name.into(), binding),
+            None => self.classes.remove(name),
+        };
+        before != binding
     }
 
     /// Returns a problem for each namespace with policies whose content is not kept.

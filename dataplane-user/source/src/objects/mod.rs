@@ -47,7 +47,7 @@ use service_entry::addresses_of;
 pub use service_entry::{ServiceEntry, service_entry};
 pub use slice::{Slice, slice};
 use sums::Sums;
-pub use waypoint::gateway;
+pub use waypoint::{gateway, gateway_class};
 use wire::Metadata;
 pub use workload_entry::{Candidate, candidate, workload_entry};
 

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use dataplane_source::manifests;
+use dataplane_source::{View, manifests};
 use model::{Istio, Node, ServiceName, Waypoint, WorkloadName};
 use serde_json::{Map, Value, json};
 
@@ -57,8 +57,7 @@ fn gate(labels: &str, allowed: &Value, addresses: &Value) -> Value {
     gateway
 }
 
-/// Returns the waypoints of the service `shop/web`, of the Pod `shop/app`, and of `other/web`.
-fn found(objects: &[Value]) -> String {
+fn view(objects: &[Value]) -> View {
     let mut text = String::new();
     for object in objects {
         writeln!(text, "---\n{object}").unwrap();
@@ -70,7 +69,12 @@ fn found(objects: &[Value]) -> String {
     let file = tempfile::Builder::new().suffix(".yaml").tempfile().unwrap();
     std::fs::write(file.path(), text).unwrap();
     let loaded = manifests::load(&[file.path().to_owned()], &node);
-    let view = loaded.unwrap_or_else(|errors| panic!("{errors}")).view;
+    loaded.unwrap_or_else(|errors| panic!("{errors}")).view
+}
+
+/// Returns the waypoints of the service `shop/web`, of the Pod `shop/app`, and of `other/web`.
+fn found(objects: &[Value]) -> String {
+    let view = view(objects);
     let istio = Istio {
         waypoints: true,
         ..view.istio
@@ -225,5 +229,68 @@ fn a_gateway_is_used_as_far_as_its_listener_allows_and_at_its_addresses() {
             "shop/gate:NoAddress"
         };
         assert_eq!(found(&objects), format!("{wanted} - -"), "{addresses}");
+    }
+}
+
+/// The binding of the Gateway counts before that of its class, and names the listener whose `allowedRoutes` count. Each case has
+/// the annotations of the Gateway and of the class, the binding, and whether another namespace may use the Gateway.
+#[test]
+fn a_gateway_or_its_class_says_how_its_pods_take_streams() {
+    let cases = "
+        - - => None no
+        PROXY/15088 - => PROXY/15088 yes
+        PROXY - => PROXY yes
+        NONE/15088 - => NONE/15088 yes
+        NONE - => NONE no
+        PROXY/1 - => PROXY/1 no
+        - PROXY/15088 => PROXY/15088 yes
+        NONE PROXY/15088 => NONE no
+        later PROXY/15088 => None no
+        PROXY/ - => None no
+        PROXY/0 - => None no
+        PROXY/15088/ - => None no
+        PROXY/65536 - => None no
+        PROXY/15008 - => None no
+        proxy/15088 - => None no
+        - later => None no";
+    for case in cases.lines().skip(1) {
+        let (given, wanted) = case.split_once(" => ").unwrap();
+        let (own, of_class) = given.trim().split_once(' ').unwrap();
+        let annotated = |mut object: Value, binding: &str| {
+            if binding != "-" {
+                object["metadata"]["annotations"] =
+                    json!({ "ambient.istio.io/waypoint-inbound-binding": binding });
+            }
+            object
+        };
+        let mut gateway = annotated(gate("", &Value::Null, &usable()), own);
+        gateway["spec"]["gatewayClassName"] = "sandwich".into();
+        let listeners = gateway["spec"]["listeners"].as_array_mut().unwrap();
+        listeners.push(json!({
+            "name": "proxy", "port": 15088, "protocol": "istio.io/PROXY",
+            "allowedRoutes": { "namespaces": { "from": "All" } },
+        }));
+        let class = annotated(object("GatewayClass/sandwich"), of_class);
+        let mut pod = object("Pod/shop/app gateway.networking.k8s.io/gateway-name=gate");
+        pod["spec"]["nodeName"] = "here".into();
+        let objects = [
+            object("Namespace/other use-waypoint=gate use-waypoint-namespace=shop"),
+            object("Service/other/web"),
+            pod,
+            gateway,
+            class,
+        ];
+        let view = view(&objects);
+        let pod = &view.workloads[&WorkloadName::new("shop", "app")];
+        let binding = view.istio.bound(pod).map(|(gateway, of)| {
+            assert_eq!(gateway.to_string(), "shop/gate");
+            let word = if of.has_header { "PROXY" } else { "NONE" };
+            let port = of.port.map(|port| format!("/{port}"));
+            format!("{word}{}", port.unwrap_or_default())
+        });
+        let is_allowed = found(&objects).ends_with(" shop/gate");
+        let binding = binding.as_deref().unwrap_or("None");
+        let is_allowed = if is_allowed { "yes" } else { "no" };
+        assert_eq!(format!("{binding} {is_allowed}"), wanted, "{case}");
     }
 }

@@ -2,17 +2,17 @@
 
 use std::{
     io,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     sync::Arc,
     time::Instant,
 };
 
-use model::Identity;
+use model::{Binding, Identity};
 use relay::{
     Attached, Client, Direction, Exceeded, Flag, Permit, Session,
     socket::{self, From, Manner},
 };
-use tokio::{net::TcpStream, time::timeout};
+use tokio::{io::AsyncWriteExt as _, net::TcpStream, time::timeout};
 
 use super::{
     super::{
@@ -22,6 +22,7 @@ use super::{
     },
     Shared,
     dial::dial,
+    proxy_header,
 };
 
 /// Connects inbound streams to one workload.
@@ -30,6 +31,40 @@ pub struct Arrive {
     attached: Arc<Attached>,
     /// The identity of the workload.
     own: Identity,
+}
+
+/// A connection to the application.
+struct To {
+    /// The address.
+    at: SocketAddr,
+    /// The bytes that go before those of the stream.
+    header: Option<Vec<u8>>,
+}
+
+/// Returns the connection of a stream to a workload with this binding. The stream is for `authority`.
+fn to(
+    binding: Option<Binding>,
+    destination: SocketAddr,
+    request: &Request,
+    authority: SocketAddr,
+) -> Result<To, Refusal> {
+    let Some(binding) = binding.filter(|binding| binding.has_header) else {
+        return Ok(To {
+            at: destination,
+            header: None,
+        });
+    };
+    let header = proxy_header::header(request.client, authority, &request.peer);
+    // If the application listens only at the loopback interface, no client but the agent can write a header.
+    let ip = match (binding.port, destination) {
+        (None, _) => destination.ip(),
+        (Some(_), SocketAddr::V4(_)) => Ipv4Addr::LOCALHOST.into(),
+        (Some(_), SocketAddr::V6(_)) => Ipv6Addr::LOCALHOST.into(),
+    };
+    Ok(To {
+        at: SocketAddr::new(ip, destination.port()),
+        header: Some(header.ok_or(Refusal::BadRequest)?),
+    })
 }
 
 impl Arrive {
@@ -42,14 +77,25 @@ impl Arrive {
         }
     }
 
-    /// Begins the session of a stream. Refuses the stream if policies or limits forbid it.
-    fn begin(&self, request: Request) -> Result<(Session, SocketAddr), Refusal> {
-        let destination = request.destination().ok_or(Refusal::BadRequest)?;
-        let destination = socket::plain(destination);
+    /// Begins the session of a stream. Refuses the stream if policies or limits forbid it. If the workload is a Pod of a Gateway
+    /// with a binding, the stream goes to the Pod, and policies judge it by the port of the Pod.
+    fn begin(&self, request: Request) -> Result<(Session, To), Refusal> {
+        let authority = socket::plain(request.destination().ok_or(Refusal::BadRequest)?);
+        let (_, index) = self.shared.relay.index();
+        let bound = index.bound(&self.attached.workload);
+        let binding = bound.as_ref().map(|(_, binding)| *binding);
+        let destination = match binding {
+            Some(binding) => self.bound_to(binding, request.client, authority)?,
+            None => authority,
+        };
+        let to = to(binding, destination, &request, authority)?;
         let inbound = Direction::Inbound;
         let permit = Permit::acquire(&self.attached, inbound).ok_or(Refusal::Unavailable)?;
         let (client, now) = (request.client, Instant::now());
         let mut session = Session::begin(permit, inbound, client, destination, 1, now);
+        if let Some((gateway, _)) = bound {
+            session.arrives(gateway, authority);
+        }
         session.prove(self.own.clone(), request.peer);
         if !self.attached.workload.addresses.contains(&destination.ip()) {
             let text = "the peer asks for an address that the workload does not have";
@@ -57,7 +103,6 @@ impl Arrive {
             session.end(Flag::NoRoute);
             return Err(Refusal::BadRequest);
         }
-        let (_, index) = self.shared.relay.index();
         if let Err(refusal) = session.route(&index) {
             session.end(refusal.flag);
             return Err(match refusal.flag {
@@ -68,24 +113,45 @@ impl Arrive {
                 _ => Refusal::Unavailable,
             });
         }
-        Ok((session, destination))
+        Ok((session, to))
     }
 
-    /// Connects to the application, as the proxy does for plain connections.
-    async fn connect_to(&self, client: SocketAddr, to: SocketAddr) -> io::Result<TcpStream> {
+    /// Returns the workload's address and the port of its binding, by which policies judge a stream.
+    fn bound_to(
+        &self,
+        binding: Binding,
+        client: SocketAddr,
+        authority: SocketAddr,
+    ) -> Result<SocketAddr, Refusal> {
+        let mut own = self.attached.workload.addresses.iter();
+        let own = own.find(|ip| ip.is_ipv4() == client.is_ipv4());
+        let port = binding.port.unwrap_or(authority.port());
+        Ok(SocketAddr::new(*own.ok_or(Refusal::BadRequest)?, port))
+    }
+
+    /// Connects to the application, as the proxy does for plain connections. With a header, connects from an own address.
+    async fn connect_to(&self, client: SocketAddr, to: &To) -> io::Result<TcpStream> {
         let manner = &self.shared.manner;
+        let transparent_mark = manner.transparent_mark.filter(|_| to.header.is_none());
         let plain = Manner {
-            mark: manner.transparent_mark.or(manner.mark),
-            from: manner.transparent_mark.map(|_| From {
+            mark: transparent_mark.or(manner.mark),
+            from: transparent_mark.map(|_| From {
                 ip: client.ip(),
                 port: None,
                 by_loopback: self.attached.namespace.is_some(),
             }),
             speaks: false,
         };
-        let dialled = timeout(manner.connect_timeout, dial(&self.attached, to, plain)).await;
+        let dialled = timeout(manner.connect_timeout, async {
+            let mut socket = dial(&self.attached, to.at, plain).await?;
+            socket::send_at_once(&socket);
+            if let Some(header) = &to.header {
+                socket.write_all(header).await?;
+            }
+            io::Result::Ok(socket)
+        });
+        let dialled = dialled.await;
         let socket = dialled.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
-        socket::send_at_once(&socket);
         manner.patience.apply(&socket);
         Ok(socket)
     }
@@ -94,12 +160,12 @@ impl Arrive {
 impl Inbound for Arrive {
     async fn connect(&self, request: Request) -> Result<Accepted, Refusal> {
         let client = request.client;
-        let (mut session, destination) = self.begin(request)?;
+        let (mut session, to) = self.begin(request)?;
         let entry = self.shared.live.add(&self.attached, Direction::Inbound);
         // Returns the one destination, because no attempt was made before.
         session.next_endpoint();
         let connected = tokio::select! {
-            connected = self.connect_to(client, destination) => connected,
+            connected = self.connect_to(client, &to) => connected,
             () = entry.flow().until_end() => {
                 session.end(entry.cause());
                 return Err(Refusal::Unavailable);

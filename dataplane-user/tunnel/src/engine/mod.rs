@@ -4,6 +4,7 @@ mod arrive;
 mod carry;
 mod dial;
 mod live;
+mod proxy_header;
 #[cfg(test)]
 mod tests;
 

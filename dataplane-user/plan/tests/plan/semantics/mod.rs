@@ -14,8 +14,8 @@ use dataplane_common::{
 };
 use dataplane_plan::{AdoptError, Departures, Plan, Planner, PoolRole, Write};
 use model::{
-    AllowedNamespaces, Endpoint, Gateway, IstioNamespace, Node, Protocol, Service, ServiceName,
-    ServicePort, ServiceType, Snapshot, TrafficPolicy, UseWaypoint,
+    Endpoint, Gateway, IstioNamespace, Node, Protocol, Service, ServiceName, ServicePort,
+    ServiceType, Snapshot, TrafficPolicy, UseWaypoint,
 };
 
 use super::sim::Sim;

@@ -115,7 +115,7 @@ fn services_with_a_waypoint_are_reached_through_the_proxy() {
                 for_services: ["service", "all"].contains(&traffic),
                 for_workloads: ["workload", "all"].contains(&traffic),
                 addresses: Box::default(),
-                allowed: AllowedNamespaces::Same,
+                ..Gateway::default()
             };
             last.istio.gateways.insert(name, Arc::new(gateway));
         }

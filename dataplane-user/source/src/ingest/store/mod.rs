@@ -318,6 +318,7 @@ impl Store {
                 self.grants.insert(grant.name.clone(), grant);
             }
             Body::Gateway(of) => return self.istio.put_gateway(&name, Some(of)) || told,
+            Body::GatewayClass(of) => return self.istio.put_class(name.name(), of) || told,
             Body::Policy(policy) => return self.istio.put(kind.word(), &name, policy) || told,
             Body::Others => {
                 self.forget(kind, &name);
@@ -375,6 +376,7 @@ impl Store {
             }
             Kind::ReferenceGrant => _ = self.grants.remove(name),
             Kind::Gateway => _ = self.istio.put_gateway(name, None),
+            Kind::GatewayClass => _ = self.istio.put_class(name.name(), None),
             Kind::AuthorizationPolicy | Kind::PeerAuthentication => {
                 self.istio.put(kind.word(), name, None);
             }

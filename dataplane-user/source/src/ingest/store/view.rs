@@ -130,6 +130,7 @@ impl Store {
         Istio {
             namespaces: self.istio.namespaces(),
             gateways: self.istio.gateways(),
+            classes: self.istio.classes(),
             unread: is_wanted && policies.any(is_unread),
             ..Istio::default()
         }

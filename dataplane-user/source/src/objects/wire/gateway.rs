@@ -161,8 +161,10 @@ pub struct Gateway {
 }
 
 #[derive(Debug, Default, Deserialize)]
-#[serde(default)]
+#[serde(default, rename_all = "camelCase")]
 pub struct GatewaySpec {
+    #[serde(deserialize_with = "or_default")]
+    pub gateway_class_name: String,
     pub listeners: Option<Vec<GatewayListener>>,
 }
 

@@ -2,7 +2,8 @@
 
 use std::net::IpAddr;
 
-use model::{AllowedNamespaces, Gateway, GatewayAddress, IstioNamespace, UseWaypoint};
+use model::{Binding, Gateway, GatewayAddress, IstioNamespace, UseWaypoint};
+use ppp::v2::{Addresses, Header, IPv4};
 use relay::{Client, Exceeded};
 
 use super::*;
@@ -60,7 +61,7 @@ impl World {
             for_services: true,
             for_workloads: false,
             addresses: [GatewayAddress::Ip(vip.ip())].into(),
-            allowed: AllowedNamespaces::Same,
+            ..Gateway::default()
         };
         let istio = &mut snapshot.istio;
         istio.waypoints = true;
@@ -121,5 +122,90 @@ fn a_connection_to_a_service_with_a_waypoint_goes_to_the_waypoint() {
             1,
             "the endpoint's own proxy got a tunnel: {lines:?}"
         );
+    }
+}
+
+impl World {
+    /// Makes the server a Pod of a Gateway with this binding.
+    fn bind_server(&self, binding: Binding) {
+        let mut snapshot = self.proxy.relay().index().1.snapshot().clone();
+        let label = ("gateway.networking.k8s.io/gateway-name", "gate");
+        let server = Workload {
+            labels: [(label.0.into(), label.1.into())].into(),
+            ..(*workload("server", &[SERVER])).clone()
+        };
+        snapshot
+            .workloads
+            .insert(server.name.clone(), Arc::new(server));
+        let gateway = Gateway {
+            addresses: [GatewayAddress::Ip(GATE_VIP.into())].into(),
+            binding: Some(binding),
+            ..Gateway::default()
+        };
+        let name = ServiceName::new("shop", "gate");
+        snapshot.istio.gateways.insert(name, Arc::new(gateway));
+        self.proxy.set_snapshot(snapshot);
+    }
+}
+
+/// The proxy accepts the tunnels to a Pod of a Gateway with a binding, and connects their streams to the Pod, whatever their
+/// destination is. Each case has the parts of the binding: the header, and the port.
+#[test]
+fn a_pod_of_a_gateway_takes_streams_as_its_binding_says() {
+    for (has_header, has_port) in [(true, true), (true, false), (false, true), (false, false)] {
+        let world = World::new();
+        let own = if has_header && has_port {
+            Ipv4Addr::LOCALHOST
+        } else {
+            SERVER
+        };
+        let pod = TcpListener::bind((own, 0)).unwrap();
+        let port = pod.local_addr().unwrap().port();
+        world.bind_server(Binding {
+            has_header,
+            port: has_port.then_some(port),
+        });
+        let authority = SocketAddr::from(([10, 96, 0, 10], if has_port { 80 } else { port }));
+        let asked = to(world.tunnels, authority);
+        let (report, made) = mpsc::channel();
+        world.engine.tunnels.outbound(move |outbound| async move {
+            let _ = report.send(outbound.connect(&asked).await);
+        });
+        let stream = made.recv_timeout(PATIENCE).unwrap();
+        assert!(
+            stream.is_ok(),
+            "{has_header} {has_port}: {:?}",
+            stream.err()
+        );
+        let (mut accepted, from) = pod.accept().unwrap();
+        accepted.set_nonblocking(true).unwrap();
+        let mut bytes = [0; 256];
+        let read = accepted.read(&mut bytes);
+        if has_header {
+            let header = Header::try_from(&bytes[..read.unwrap()]).unwrap();
+            let Addresses::IPv4(addresses) = header.addresses else {
+                panic!("{header:?}")
+            };
+            let client = addresses.source_address;
+            let wanted = IPv4::new(
+                client,
+                Ipv4Addr::new(10, 96, 0, 10),
+                addresses.source_port,
+                authority.port(),
+            );
+            assert_eq!((addresses, client.is_loopback()), (wanted, true));
+            let fields: Vec<_> = header
+                .tlvs()
+                .map(|of| of.unwrap().value.into_owned())
+                .collect();
+            assert_eq!(fields, [identity("client").to_string().into_bytes()]);
+        } else {
+            assert_eq!(read.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        }
+        assert!(from.ip().is_loopback());
+        drop(stream);
+        let lines = world.end();
+        let of = format!(" dst={SERVER}:{port} ");
+        assert!(lines.iter().any(|line| line.contains(&of)), "{lines:?}");
     }
 }

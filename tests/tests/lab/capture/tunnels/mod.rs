@@ -2,6 +2,7 @@
 
 mod auto;
 mod gate;
+mod sandwich;
 mod waypoints;
 
 use std::{net::IpAddr, path::Path};
@@ -16,6 +17,7 @@ use self::{
         auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
         auto_tunnels_only_what_speaks_hbone, no_flip_of_a_slice_sends_plaintext,
     },
+    sandwich::a_captured_waypoint_learns_the_client_by_a_proxy_header,
     waypoints::connections_to_a_service_go_to_its_waypoint,
 };
 use super::pod_of;
@@ -35,6 +37,7 @@ scenarios! {
     auto_tunnels_only_what_speaks_hbone,
     auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
     connections_to_a_service_go_to_its_waypoint,
+    a_captured_waypoint_learns_the_client_by_a_proxy_header,
     no_flip_of_a_slice_sends_plaintext,
 }
 
