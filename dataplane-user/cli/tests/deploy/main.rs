@@ -321,7 +321,8 @@ fn a_mesh_may_read_namespaces_too() {
     let of_dns = chart::render("kube-system", &dns);
     let policies = ["authorizationpolicies", "peerauthentications"];
     let policies = policies.map(|of| format!("security.istio.io/{of}"));
-    let gateways = ["gateway.networking.k8s.io/gateways".to_owned()];
+    let gateways =
+        ["gateways", "gatewayclasses"].map(|of| format!("gateway.networking.k8s.io/{of}"));
     let policies = [&policies[..], &gateways].concat();
     let mut others = may.clone();
     others.retain(|of| !policies.contains(of));
