@@ -2,6 +2,7 @@
 
 mod auto;
 mod gate;
+mod same_node;
 mod waypoints;
 
 use std::{net::IpAddr, path::Path};
@@ -16,6 +17,7 @@ use self::{
         auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
         auto_tunnels_only_what_speaks_hbone, no_flip_of_a_slice_sends_plaintext,
     },
+    same_node::two_workloads_of_a_node_need_no_tunnel_with_attest,
     waypoints::connections_to_a_service_go_to_its_waypoint,
 };
 use super::pod_of;
@@ -36,6 +38,7 @@ scenarios! {
     auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
     connections_to_a_service_go_to_its_waypoint,
     no_flip_of_a_slice_sends_plaintext,
+    two_workloads_of_a_node_need_no_tunnel_with_attest,
 }
 
 /// Plaintext that each request of `probe http` has.
