@@ -79,17 +79,21 @@ impl World {
         assert_eq!(read(&client).unwrap(), "answer");
     }
 
-    /// Wants a connection to be reset, and to reach no process at these sockets.
-    fn is_refused(&self, sockets: &[&TcpListener]) {
-        let client = self.connect();
-        let error = read(&client).unwrap_err();
+    /// Wants a connection to be reset, and not to reach the application.
+    fn is_refused(&self) {
+        are_reset(&[self.connect()]);
+        self.application.set_nonblocking(true).unwrap();
+        let accepted = self.application.accept();
+        assert_eq!(accepted.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        self.application.set_nonblocking(false).unwrap();
+    }
+}
+
+/// Wants these streams to be reset, and not just silent.
+fn are_reset(streams: &[TcpStream]) {
+    for stream in streams {
+        let error = read(stream).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
-        for socket in sockets {
-            socket.set_nonblocking(true).unwrap();
-            let accepted = socket.accept();
-            assert_eq!(accepted.unwrap_err().kind(), io::ErrorKind::WouldBlock);
-            socket.set_nonblocking(false).unwrap();
-        }
     }
 }
 
@@ -147,12 +151,12 @@ fn policies_decide_by_the_attested_identity_and_end_live_connections() {
     let world = attesting();
     let (client, server) = (world.connect(), world.accept());
     world.allow_only("other");
-    assert!(read(&client).is_err() && read(&server).is_err());
-    world.is_refused(&[&world.application]);
+    are_reset(&[client, server]);
+    world.is_refused();
     world.allow_only("client");
     world.exchange();
     world.change(|snapshot| snapshot.istio.unread = true);
-    world.is_refused(&[&world.application]);
+    world.is_refused();
     let lines = world.end();
     let denied = |line: &&String| line.contains("flags=DENY");
     let inbound = lines.iter().filter(denied);
@@ -175,9 +179,9 @@ fn a_connection_ends_with_the_workload_that_it_has_reached() {
         let other = workload("other", &[SERVER]);
         snapshot.workloads.insert(other.name.clone(), other);
     });
-    assert!(read(&client).is_err() && read(&server).is_err());
+    are_reset(&[client, server]);
     // The other workload is not here: its tunnel fails.
-    world.is_refused(&[&world.application]);
+    world.is_refused();
     let lines = world.end();
     let cut = lines.iter().filter(|line| line.contains("flags=DRAIN"));
     assert_eq!(cut.count(), 2, "{lines:?}");
@@ -191,7 +195,7 @@ fn a_connection_ends_with_the_attachment_that_it_has_reached() {
     let start = Instant::now();
     let name = WorkloadName::new("shop", "server");
     world.proxy.remove(&name, Duration::from_secs(1));
-    assert!(read(&client).is_err() && read(&server).is_err());
+    are_reset(&[client, server]);
     assert!(start.elapsed() >= Duration::from_secs(1));
 }
 
