@@ -28,7 +28,7 @@ mod worker;
 mod workers;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fmt,
     io::{self, Write},
     net::SocketAddr,
@@ -41,8 +41,8 @@ pub use dump::Dump;
 use model::{ServiceName, Snapshot, WorkloadName, authorization::PolicyName};
 use prometheus_client::{encoding::DescriptorEncoder, registry::Registry};
 use relay::{
-    AccessLog, AttachError, Attachment, Bounded, Connections, DnsFiles, Exceeded, Limits, Log,
-    Relay, TunnelView, Tunnelling, raise_open_files, socket::Patience,
+    AccessLog, AttachError, Attachment, Bounded, Connections, DnsFiles, Exceeded, Found, Limits,
+    Log, Neighbour, Relay, TunnelView, Tunnelling, raise_open_files, socket::Patience,
 };
 use threads::Deaths;
 
@@ -83,6 +83,9 @@ pub struct Settings {
     pub max_held: usize,
     /// The access log.
     pub access_log: AccessLog,
+    /// The trust domain of the identities by which connections between two workloads of this node are judged, without a tunnel;
+    /// `None`: these connections go through tunnels.
+    pub attests: Option<Arc<str>>,
 }
 
 /// The bytes that connections may hold: as many as a thousand connections hold whose readers have stalled.
@@ -108,6 +111,7 @@ impl Default for Settings {
             max_per_workload: None,
             max_held: MAX_HELD,
             access_log: AccessLog::Text,
+            attests: None,
         }
     }
 }
@@ -354,6 +358,29 @@ impl Observer {
         let mut attached = relay.entries().into_iter().map(|entry| entry.attached);
         let own = attached.find(|of| of.workload.name.to_string() == workload)?;
         relay.index().1.waypoint(&own.workload, to)
+    }
+
+    /// Returns the workloads of this node at which a connection of this workload (`NAMESPACE/NAME`) may arrive without a tunnel, each
+    /// with its endpoint.
+    pub fn neighbours(&self, workload: &str, to: SocketAddr) -> Vec<(SocketAddr, Neighbour)> {
+        let mut attached = self.0.relay.entries().into_iter().map(|of| of.attached);
+        let Some(from) = attached.find(|of| of.workload.name.to_string() == workload) else {
+            return Vec::new();
+        };
+        let index = self.0.relay.index().1;
+        let endpoints = match index.find(to) {
+            Found::Service(target) => target.endpoints(to.is_ipv4()).collect(),
+            Found::Known | Found::Unknown => vec![to],
+            Found::UnknownPort => Vec::new(),
+        };
+        let endpoints: BTreeSet<SocketAddr> = endpoints.into_iter().collect();
+        let own = &from.workload.addresses;
+        let others = endpoints.into_iter().filter(|at| !own.contains(&at.ip()));
+        let here = others.filter_map(|at| {
+            let neighbour = self.0.neighbour(&from, at.ip(), &index)?;
+            Some((at, neighbour))
+        });
+        here.collect()
     }
 
     /// Returns whether the proxy accepts inbound connections of a workload, and so enforces its policies.

@@ -3,7 +3,7 @@
 use std::{
     collections::HashMap,
     fmt, io,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     os::fd::OwnedFd,
     sync::{
         Arc, OnceLock,
@@ -14,7 +14,9 @@ use std::{
 };
 
 use model::Snapshot;
-use relay::{Attached, Direction, Listener, Permit, Relay, TunnelView, Tunnelling};
+use relay::{
+    Attached, Direction, Index, Listener, Neighbour, Permit, Relay, TunnelView, Tunnelling,
+};
 use rustix::{
     event::{EventfdFlags, eventfd},
     io::Errno,
@@ -128,6 +130,12 @@ impl Shared {
             all.entry(tunnel.attachment).or_default().push(tunnel);
         }
         all
+    }
+
+    /// Returns the workload of this node at which the connections of a workload to the address `to` arrive without a tunnel.
+    pub fn neighbour(&self, from: &Attached, to: IpAddr, index: &Index) -> Option<Neighbour> {
+        let domain = self.settings.attests.as_ref()?;
+        self.relay.neighbour(from, to, index, domain)
     }
 
     /// Creates the shared state of `count` workers, and the receiving end of each worker's mailbox.

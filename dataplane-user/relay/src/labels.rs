@@ -17,7 +17,7 @@ use super::{direction::Direction, outcome::Flag};
 pub struct CountersKey {
     /// Out of the workload or into it.
     pub direction: Direction,
-    /// The identities that both sides have proven. `None`: the connections go through no tunnel.
+    /// The identities that both sides have proven. `None`: none.
     pub principals: Option<Principals>,
     /// The service that the client named by its address.
     pub service: Option<ServiceName>,
@@ -34,6 +34,8 @@ pub struct Principals {
     pub own: Identity,
     /// The other side's. `None`: the connections of a series for the rest have several.
     pub peer: Option<Identity>,
+    /// Whether the relay attests them by network namespaces. Otherwise both sides have proven them in a tunnel.
+    pub is_attested: bool,
 }
 
 /// A side of a connection, as metrics name it: Istio's labels of a workload. Two parties are equal if
@@ -139,10 +141,11 @@ impl Labels {
             key: CountersKey {
                 service: None,
                 peer: Party::nobody(),
-                principals: self.key.principals.clone().map(|of| Principals {
-                    own: of.own,
-                    peer: None,
-                }),
+                principals: self
+                    .key
+                    .principals
+                    .clone()
+                    .map(|of| Principals { peer: None, ..of }),
                 ..self.key.clone()
             },
         }
@@ -195,10 +198,10 @@ impl EncodeLabelSet for Labels {
             ("response_flags", self.key.flag.word().to_owned()),
             (
                 "connection_security_policy",
-                if self.key.principals.is_some() {
-                    "mutual_tls".to_owned()
-                } else {
-                    unknown()
+                match principals {
+                    Some(of) if of.is_attested => "attested".to_owned(),
+                    Some(_) => "mutual_tls".to_owned(),
+                    None => unknown(),
                 },
             ),
         ];

@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod access;
+mod arrival;
 mod attachment;
 mod counters;
 mod denials;
@@ -37,6 +38,7 @@ use std::{
 };
 
 pub use access::{AccessLog, Log, Record};
+pub use arrival::Neighbour;
 pub use attachment::{AttachError, Attached, Attachment, Bounded, Exceeded, Listener, Namespace};
 pub use counters::{Counters, Totals};
 pub use denials::{Denial, Denials};

@@ -112,6 +112,11 @@ mod tests {
         let both = Some(Principals {
             own,
             peer: Some(peer),
+            is_attested: false,
+        });
+        let attested = both.clone().map(|of| Principals {
+            is_attested: true,
+            ..of
         });
         let [own, peer] =
             ["own", "peer"].map(|of| format!("spiffe://cluster.local/ns/shop/sa/{of}"));
@@ -121,6 +126,8 @@ mod tests {
             (labels(outbound, both.clone()), &own, &peer, "mutual_tls"),
             (labels(inbound, both.clone()), &peer, &own, "mutual_tls"),
             (labels(inbound, both).rest(), &unknown, &own, "mutual_tls"),
+            (labels(outbound, attested.clone()), &own, &peer, "attested"),
+            (labels(inbound, attested).rest(), &unknown, &own, "attested"),
             (labels(outbound, None), &unknown, &unknown, "unknown"),
         ] {
             let shown = shown(labels);

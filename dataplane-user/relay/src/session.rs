@@ -18,7 +18,7 @@ use super::{
     attachment::Attached,
     counters::Counters,
     direction::Direction,
-    index::{Denied, Index, Target, Via, Way},
+    index::{Denied, Index, Target, Via},
     labels::Principals,
     outcome::Flag,
     permit::Permit,
@@ -56,14 +56,18 @@ pub struct Session {
     target: Option<Arc<Target>>,
     /// The waypoint to which the connection goes.
     pub(super) via: Option<Box<Via>>,
+    /// The inbound session of the same connection, if it arrives at a workload of this node without a tunnel.
+    pub(super) arrival: Option<Box<Session>>,
+    /// Whether such an arrival was tried.
+    pub(super) has_tried_here: bool,
     /// Bytes relayed so far: from the client, and to the client. The engine adds to them.
     pub bytes: [u64; 2],
     /// The part of `bytes` that the counters have.
     counted: [u64; 2],
     accepted: Instant,
     flag: Flag,
-    /// The identities that both sides have proven; `None`: there is no tunnel.
-    principals: Option<Box<Principals>>,
+    /// The identities that both sides have proven; `None`: none.
+    pub(super) principals: Option<Box<Principals>>,
     /// The workload at the other side, if it is known.
     peer_workload: Option<Arc<Workload>>,
     /// The reason if policies refuse or end the connection.
@@ -115,6 +119,8 @@ impl Session {
             endpoint: destination,
             target: None,
             via: None,
+            arrival: None,
+            has_tried_here: false,
             bytes: [0; 2],
             counted: [0; 2],
             accepted: now,
@@ -150,28 +156,16 @@ impl Session {
     /// [`Session::reached`].
     pub fn prove(&mut self, own: Identity, peer: Identity) {
         let peer = Some(peer);
-        self.principals = Some(Box::new(Principals { own, peer }));
+        self.principals = Some(Box::new(Principals {
+            own,
+            peer,
+            is_attested: false,
+        }));
     }
 
     /// Returns the identity that the other side has proven: the client of an inbound connection, the endpoint of an outbound one.
     fn peer(&self) -> Option<&Identity> {
         self.principals.as_ref().and_then(|of| of.peer.as_ref())
-    }
-
-    /// Returns the way to the chosen endpoint, if the proxy has tunnels. A workload without an identity uses no tunnel, and no
-    /// workload uses one to itself.
-    pub fn way(&self, index: &Index) -> Way {
-        let (workload, ip) = (&self.attached().workload, self.endpoint.ip());
-        if self.via.is_some() {
-            // Only the service account of its Pod tells the waypoint's identity.
-            let pod = index.workload(ip);
-            return pod.map_or(Way::Unclear, |pod| Way::Tunnel(Arc::clone(pod)));
-        }
-        let may_tunnel = !workload.account.is_empty() && !workload.addresses.contains(&ip);
-        match self.direction {
-            Direction::Outbound if may_tunnel => index.way(ip),
-            _ => Way::Plain,
-        }
     }
 
     /// Decides where the connection goes. The client of a plain inbound connection has proven no identity. If a
@@ -236,8 +230,11 @@ impl Session {
         }
     }
 
-    /// Returns the reason if policies forbid an inbound connection that former policies may have allowed.
+    /// Returns the reason if policies forbid an inbound connection that former policies may have allowed, or its arrival.
     pub fn forbidden(&self, index: &Index) -> Option<Denied> {
+        if let Some(arrival) = &self.arrival {
+            return arrival.forbidden(index);
+        }
         let is_inbound = self.direction == Direction::Inbound;
         let (attached, client) = (self.attached(), self.client);
         is_inbound
@@ -247,6 +244,9 @@ impl Session {
 
     /// Notes the reason for which policies end the connection, for the access log.
     pub fn deny(&mut self, denied: Denied) {
+        if let Some(arrival) = &mut self.arrival {
+            arrival.deny(denied.clone());
+        }
         self.denied = Some(Box::new(denied));
     }
 
@@ -296,6 +296,7 @@ impl Session {
 
     /// Notes that the attempt under way has failed.
     pub fn failed(&mut self, error: io::Error) {
+        self.fail_arrival(&error);
         if let Progress::Dialing(attempts) = &mut self.progress {
             attempts.failed.push(self.endpoint);
             attempts.error = Some(error);
@@ -305,6 +306,7 @@ impl Session {
     /// Notes that the endpoint has taken the connection, and counts the connection as opened. `index`
     /// knows the workload at the other side.
     pub fn reached(&mut self, index: &Index) {
+        self.reach_arrival(index);
         let peer = match self.direction {
             Direction::Inbound => self.client,
             Direction::Outbound => self.endpoint,
@@ -318,6 +320,10 @@ impl Session {
 
     /// Brings the counters up to date. A session that is dropped does so by itself.
     pub fn count(&mut self) {
+        if let Some(arrival) = &mut self.arrival {
+            arrival.bytes = self.bytes;
+            arrival.count();
+        }
         let Progress::Reached(counters) = &self.progress else {
             return;
         };
@@ -342,6 +348,9 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         self.count();
+        if let Some(arrival) = self.arrival.take() {
+            arrival.end(self.flag);
+        }
         let at = self.connects_to();
         let (endpoint, error) = match &mut self.progress {
             Progress::Reached(counters) => {

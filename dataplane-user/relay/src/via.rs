@@ -1,18 +1,44 @@
 //! The session of a connection that may go to a waypoint.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, sync::Arc};
 
 use model::ServiceName;
 
-use super::{direction::Direction, index::Via, session::Session};
+use super::{
+    direction::Direction,
+    index::{Index, Via, Way},
+    session::Session,
+};
 
 /// The port at which the proxies of the nodes accept tunnels.
 const HBONE: u16 = 15_008;
 
 impl Session {
-    /// Whether the connection goes to a waypoint, and so never in plaintext.
+    /// Returns the way to the chosen endpoint, if the proxy has tunnels. A workload without an identity uses no tunnel, and no
+    /// workload uses one to itself.
+    pub fn way(&self, index: &Index) -> Way {
+        let (workload, ip) = (&self.attached().workload, self.endpoint().ip());
+        if self.via.is_some() {
+            // Only the service account of its Pod tells the waypoint's identity.
+            let pod = index.workload(ip);
+            return pod.map_or(Way::Unclear, |pod| Way::Tunnel(Arc::clone(pod)));
+        }
+        let may_tunnel = !workload.account.is_empty() && !workload.addresses.contains(&ip);
+        match self.direction() {
+            Direction::Outbound if may_tunnel => index.way(ip),
+            _ => Way::Plain,
+        }
+    }
+
+    /// Whether the connection goes to a waypoint.
     pub fn has_waypoint(&self) -> bool {
         self.via.is_some()
+    }
+
+    /// Whether the connection never goes on in plaintext: it goes to a waypoint, or an attempt to reach a workload that speaks HBONE
+    /// was made.
+    pub fn is_never_plain(&self) -> bool {
+        self.via.is_some() || self.has_tried_here
     }
 
     /// Returns the address at which the chosen endpoint accepts tunnels. `port`: the port of endpoints that are not waypoints.

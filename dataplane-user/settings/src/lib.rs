@@ -34,7 +34,7 @@ pub use flow_timeouts::FlowTimeouts;
 pub use identity::{IdentitySource, IstioCa, LocalCa, MeshIdentity, TrustedRoots};
 pub use kernel::{DEFAULT_BPFFS, Kernel, Limits};
 pub use listen::{Listen, Listeners, MetricsAuth};
-pub use mesh::{Mesh, MeshNamespace, MeshRules, MeshWorkload, Unsupported};
+pub use mesh::{Mesh, MeshNamespace, MeshRules, MeshWorkload, SameNode, Unsupported};
 pub use mesh_proxy::MeshProxy;
 pub use node::Node;
 pub use packets::{PacketPath, Packets, TcHook};

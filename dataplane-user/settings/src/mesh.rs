@@ -27,6 +27,10 @@ pub struct Mesh {
     /// encrypted.
     #[serde(skip_serializing_if = "is_default")]
     pub identity: Option<MeshIdentity>,
+    /// The way of a connection between two captured workloads of this node whose identities are known. Needs `identity`. Default:
+    /// tunnel.
+    #[serde(skip_serializing_if = "is_default")]
+    pub same_node: Option<SameNode>,
     /// Whether connections are refused in network namespaces that the agent does not know.
     /// Default: false.
     #[serde(skip_serializing_if = "is_default")]
@@ -79,6 +83,17 @@ pub enum Unsupported {
     Warn,
     /// They are refused.
     Deny,
+}
+
+/// The way of a connection between two captured workloads of this node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum SameNode {
+    /// Through a tunnel, as to another node.
+    Tunnel,
+    /// Without a tunnel and without TLS: the proxy knows both workloads by their network namespaces. The network's own policies do
+    /// not see the connection.
+    Attest,
 }
 
 /// Rules. The most specific rule wins: a workload's before a namespace's before the rules for all
@@ -313,6 +328,12 @@ impl Mesh {
         self.unsupported == Some(Unsupported::Deny)
     }
 
+    /// Returns the trust domain of the identities of connections that need no tunnel, because both workloads are on this node.
+    pub fn attests(&self) -> Option<&str> {
+        let identity = self.identity.as_ref()?;
+        (self.same_node == Some(SameNode::Attest)).then(|| identity.trust_domain())
+    }
+
     /// Returns the namespace whose policies hold in all namespaces.
     pub fn root_namespace(&self) -> &str {
         self.root_namespace.as_deref().unwrap_or("istio-system")
@@ -335,6 +356,12 @@ impl Mesh {
         }
     }
 
+    fn fault_of_same_node(&self) -> Option<(String, String)> {
+        let text = "attest has no effect without mesh.identity: workloads have no identities; set mesh.identity, or remove the key";
+        (self.same_node == Some(SameNode::Attest) && self.identity.is_none())
+            .then(|| ("mesh.sameNode".into(), text.into()))
+    }
+
     /// Returns keys with their faults: values that the types allow and that cannot work.
     pub fn faults(&self) -> Vec<(String, String)> {
         let mut faults = Vec::new();
@@ -342,6 +369,7 @@ impl Mesh {
         if let Some(identity) = &self.identity {
             identity.faults(self.proxy.uid.is_some(), &mut faults);
         }
+        faults.extend(self.fault_of_same_node());
         self.rules.faults("mesh.rules", &mut faults);
         self.enforced.faults("mesh.enforced", &mut faults);
         for (index, name) in self.exclude_namespaces.iter().flatten().enumerate() {

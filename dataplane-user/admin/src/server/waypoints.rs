@@ -1,4 +1,4 @@
-//! The waypoint of a connection: `GET /waypoint`.
+//! The waypoint of a connection, or the workloads of this node at which it arrives without a tunnel: `GET /waypoint`.
 
 use std::{net::SocketAddr, sync::Arc};
 
@@ -7,6 +7,7 @@ use axum::{
     extract::{Query, State as Shared},
     response::Response,
 };
+use relay::Neighbour;
 use serde::Deserialize;
 
 use super::{Context, answer};
@@ -19,7 +20,10 @@ pub struct Asked {
     to: SocketAddr,
 }
 
-/// Answers with the proxy's decision about a connection, if the destination has a waypoint.
+/// The number of endpoints of this node that an answer names.
+const NAMED: usize = 5;
+
+/// Answers with the proxy's decision about a connection, if the destination has a waypoint or is on this node and needs no tunnel.
 pub async fn get(Shared(context): Shared<Arc<Context>>, Query(asked): Query<Asked>) -> Response {
     answer(move || {
         let proxy = context.state.proxy.get();
@@ -38,8 +42,24 @@ pub async fn get(Shared(context): Shared<Arc<Context>>, Query(asked): Query<Aske
             let steps = vec![step];
             Decision { allowed, steps }
         });
-        let items: Vec<_> = decision.into_iter().collect();
+        let mut items: Vec<_> = decision.into_iter().collect();
+        if let Some(proxy) = proxy.filter(|_| items.is_empty()) {
+            let here = proxy.neighbours(&asked.workload, asked.to).into_iter();
+            let steps: Vec<_> = here.take(NAMED).map(|(at, of)| attested(at, &of)).collect();
+            if !steps.is_empty() {
+                let allowed = true;
+                items.push(Decision { allowed, steps });
+            }
+        }
         Ok(Json(Page { items, next: None }))
     })
     .await
+}
+
+fn attested(at: SocketAddr, to: &Neighbour) -> String {
+    format!(
+        "{at} is on this node: mesh.sameNode is attest, so the proxy connects there without a tunnel and without TLS, and the \
+         policies of {} decide by the identity {}",
+        to.attached.workload.name, to.peer
+    )
 }

@@ -35,6 +35,8 @@ pub(super) struct Attached {
     takes_inbound: bool,
     /// Whether the proxy accepts tunnels to it.
     takes_tunnels: bool,
+    /// Whether the kernel refuses some of its inbound connections: the proxy then lets none arrive without a tunnel.
+    refuses: bool,
     /// Its listening sockets, for this agent's successor.
     sockets: Named,
 }
@@ -88,6 +90,7 @@ impl Mesh {
                 && member.policy.egress == attached.egress
                 && takes_inbound(flags) == attached.takes_inbound
                 && (flags & Enrolled::TUNNELS != 0) == attached.takes_tunnels
+                && (flags & Enrolled::REFUSES_INBOUND != 0) == attached.refuses
         })
     }
 
@@ -188,6 +191,7 @@ impl Mesh {
             egress: member.policy.egress,
             takes_inbound: inbound,
             takes_tunnels: tunnels,
+            refuses: flags & Enrolled::REFUSES_INBOUND != 0,
             sockets,
         };
         self.attached.insert(namespace.cookie, attached);

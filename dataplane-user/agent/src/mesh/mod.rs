@@ -125,6 +125,7 @@ fn proxy_settings(config: &settings::Mesh, options: &CaptureOptions) -> proxy::S
         access_log: proxy.access_log.unwrap_or_default(),
         max_connections: proxy.max_connections.map(|max| max as usize),
         max_per_workload: proxy.max_connections_per_workload.map(|max| max as usize),
+        attests: config.attests().map(Into::into),
         ..without
     }
 }

@@ -180,9 +180,7 @@ impl Worker {
         let is_due = |(_, deadline): &(u64, Instant)| *deadline <= now;
         while let Some(position) = self.shut.iter().position(is_due) {
             let (id, _) = self.shut.swap_remove(position);
-            self.finish_all(Flag::Cut, |connection| {
-                connection.session.attached().id == id
-            });
+            self.finish_all(Flag::Cut, |connection| connection.session.is_of(id));
         }
     }
 }

@@ -34,25 +34,42 @@ impl Worker {
                 return;
             };
             let may_tunnel = self.shared.tunnels.get().is_some() || session.has_waypoint();
-            if may_tunnel && !matches!(session.way(&self.index), Way::Plain) {
-                self.hand_over(key, first);
-                return;
+            let is_plain =
+                !session.is_never_plain() && matches!(session.way(&self.index), Way::Plain);
+            if may_tunnel && !is_plain {
+                let from = session.attached();
+                let here = (!session.has_waypoint())
+                    .then(|| self.shared.neighbour(from, endpoint.ip(), &self.index));
+                let Some(here) = here.flatten() else {
+                    self.hand_over(key, first);
+                    return;
+                };
+                match session.arrive(here, &self.index) {
+                    Ok(()) => {}
+                    // As with a tunnel, whose other side answers 401 or 503.
+                    Err(refusal) if refusal.flag == Flag::Denied && !refusal.is_unknown => {
+                        self.finish(key, Flag::Denied, true);
+                        return;
+                    }
+                    Err(_) => continue,
+                }
             }
             let attempt = session.attempt().unwrap_or_default();
-            let transparent = settings.transparent && session.direction() == Direction::Inbound;
+            let last = session.last();
+            let transparent = settings.transparent && last.direction() == Direction::Inbound;
             let manner = Manner {
                 mark: settings
                     .transparent_mark
                     .filter(|_| transparent)
                     .or(settings.mark),
                 from: transparent.then(|| From {
-                    ip: session.client().ip(),
-                    port: connection.shares_port.then(|| session.client().port()),
-                    by_loopback: session.attached().namespace.is_some(),
+                    ip: last.client().ip(),
+                    port: connection.shares_port.then(|| last.client().port()),
+                    by_loopback: last.attached().namespace.is_some(),
                 }),
                 speaks,
             };
-            let (stock, attached) = (&mut self.stock, session.attached());
+            let (stock, attached) = (&mut self.stock, last.attached());
             let open = || stock.take(attached, endpoint.is_ipv4());
             let socket = socket::connect(endpoint, manner, open);
             let socket = match socket {

@@ -202,9 +202,9 @@ impl Worker {
     /// Forgets removed attachments of which this worker has no connection left.
     fn forget_shut(&mut self) {
         if !self.shut.is_empty() {
-            let connections = self.table.iter();
-            let open: HashSet<u64> = connections
-                .map(|(_, connection)| connection.session.attached().id)
+            let sessions = self.table.iter().map(|(_, connection)| &connection.session);
+            let open: HashSet<u64> = sessions
+                .flat_map(|session| [session.attached().id, session.last().attached().id])
                 .collect();
             self.shut.retain(|(id, _)| open.contains(id));
         }
@@ -309,11 +309,13 @@ impl Worker {
         if reset {
             connection.reset();
         }
-        let id = connection.session.attached().id;
+        let ids = [&connection.session, connection.session.last()].map(|of| of.attached().id);
         connection.session.end(flag);
         self.load().sub();
-        if self.shut.iter().any(|(shut, _)| *shut == id) {
-            self.stock.leave(id);
+        for id in ids {
+            if self.shut.iter().any(|(shut, _)| *shut == id) {
+                self.stock.leave(id);
+            }
         }
     }
 }

@@ -1,4 +1,6 @@
-//! Ends connections that changed policies forbid.
+//! Ends connections that changed policies forbid, and those that have arrived at a workload that is gone.
+
+use std::sync::Arc;
 
 use relay::{Denied, Flag};
 
@@ -6,7 +8,8 @@ use super::Worker;
 use crate::table::Key;
 
 impl Worker {
-    /// Resets the inbound connections that the present policies forbid.
+    /// Resets the connections that the present policies of their destinations forbid, and those between two workloads of this node
+    /// whose destination is gone: another workload may get the address.
     pub fn judge_again(&mut self) {
         let connections = self.table.iter();
         let forbidden = connections.filter_map(|(key, connection)| {
@@ -20,5 +23,7 @@ impl Worker {
             }
             self.finish(key, Flag::Denied, true);
         }
+        let index = Arc::clone(&self.index);
+        self.finish_all(Flag::Cut, |connection| connection.session.is_gone(&index));
     }
 }

@@ -65,6 +65,7 @@ impl Line {
         // It fails only for years after 9999.
         let time = Timestamp::try_from(record.ended).unwrap_or_default();
         let principals = record.principals.as_deref();
+        let tunnelled = principals.filter(|of| !of.is_attested);
         let side = |workload: Option<&Workload>, identity: Option<&model::Identity>| -> Side {
             let name = workload.map(|workload| &workload.name);
             [
@@ -96,13 +97,13 @@ impl Line {
             src_workload,
             src_namespace,
             src_identity,
-            dst_addr: match (principals, record.authority, record.direction) {
+            dst_addr: match (tunnelled, record.authority, record.direction) {
                 (Some(_), None, _) | (Some(_), _, Direction::Inbound) => {
                     SocketAddr::new(endpoint.ip(), HBONE)
                 }
                 _ => endpoint,
             },
-            dst_hbone_addr: principals.map(|_| record.authority.unwrap_or(endpoint)),
+            dst_hbone_addr: tunnelled.map(|_| record.authority.unwrap_or(endpoint)),
             dst_service: record.target.as_ref().map(|target| {
                 let service = target.service();
                 format!("{}.{}.svc", service.name(), service.namespace())
@@ -195,6 +196,7 @@ mod tests {
             principals: Some(Box::new(Principals {
                 own: identity("own"),
                 peer: Some(identity("peer")),
+                is_attested: false,
             })),
             peer: Some(workload("peer")),
             denied: None,

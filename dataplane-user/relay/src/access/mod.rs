@@ -79,7 +79,7 @@ pub struct Record {
     pub flag: Flag,
     /// The error of the last endpoint that did not take the connection.
     pub error: Option<io::Error>,
-    /// The identities that both sides have proven; `None`: there was no tunnel.
+    /// The identities that both sides have proven; `None`: none.
     pub principals: Option<Box<Principals>>,
     /// The workload at the other side, if it is known.
     pub peer: Option<Arc<Workload>>,
@@ -109,6 +109,9 @@ struct Line {
     endpoint: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     peer: Option<String>,
+    /// `attested`, if the identities are those of network namespaces, without a tunnel.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    security: Option<&'static str>,
     bytes_received: u64,
     bytes_sent: u64,
     duration_ms: f64,
@@ -125,7 +128,9 @@ impl Line {
         // It fails only for years after 9999.
         let time = Timestamp::try_from(record.ended).unwrap_or_default();
         let denied = record.denied.as_deref();
-        let peer = record.principals.as_ref().and_then(|of| of.peer.as_ref());
+        let principals = record.principals.as_deref();
+        let peer = principals.and_then(|of| of.peer.as_ref());
+        let is_attested = principals.is_some_and(|of| of.is_attested);
         Self {
             time: format!("{time:.3}"),
             workload: record.workload.name.to_string(),
@@ -135,6 +140,7 @@ impl Line {
             service: record.target.as_ref().map(|t| t.service().to_string()),
             endpoint: record.endpoint.map(|endpoint| endpoint.to_string()),
             peer: peer.map(ToString::to_string),
+            security: is_attested.then_some("attested"),
             bytes_received: record.bytes[0],
             bytes_sent: record.bytes[1],
             duration_ms: (record.duration.as_secs_f64() * 1e6).round() / 1e3,
@@ -158,6 +164,9 @@ impl Line {
         }
         if let Some(peer) = &self.peer {
             write!(out, " peer={peer}")?;
+        }
+        if let Some(security) = self.security {
+            write!(out, " security={security}")?;
         }
         write!(
             out,

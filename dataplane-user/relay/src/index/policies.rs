@@ -118,9 +118,15 @@ impl Index {
         Some(decision.reason.into())
     }
 
-    /// Returns whether a workload has other policies than by a former index.
+    /// Returns whether a workload has other policies than by a former index, or whether only one index has the workload.
     pub(crate) fn judges_anew(&self, before: &Self, own: Own<'_>) -> bool {
-        self.policies(own) != before.policies(own)
+        self.has(own) != before.has(own) || self.policies(own) != before.policies(own)
+    }
+
+    /// Returns whether the snapshot has an attached workload.
+    pub(crate) fn has(&self, (_, own): Own<'_>) -> bool {
+        let known = self.snapshot.workloads.get(&own.name);
+        known.is_some_and(|known| known.uid == own.uid)
     }
 
     /// Forgets the policies of workloads that are no longer attached.

@@ -1,5 +1,6 @@
 //! The proxy and the engine in one process: a client's connection goes through a tunnel to an application.
 
+mod same_node;
 mod waypoints;
 
 use std::{
@@ -15,7 +16,7 @@ use model::{
     Workload, WorkloadName,
 };
 use proxy::{Proxy, Settings};
-use relay::{Attachment, Direction};
+use relay::{Attachment, Direction, Namespace};
 use smallvec::smallvec;
 use threads::none_dies;
 
@@ -131,7 +132,8 @@ impl World {
         ] {
             let attached = proxy.add(Attachment {
                 workload,
-                namespace: None,
+                // Identities are those of network namespaces.
+                namespace: settings_of_proxy.attests.as_ref().map(|_| own()),
                 outbound,
                 inbound: vec![],
                 tunnels,
@@ -169,6 +171,15 @@ impl World {
         let log = self.log.0.lock().unwrap();
         let text = String::from_utf8(log.clone()).unwrap();
         text.lines().map(ToOwned::to_owned).collect()
+    }
+}
+
+/// The network namespace of the test.
+fn own() -> Namespace {
+    let open = |v4, count| (0..count).map(|_| relay::socket::new(v4)).collect();
+    Namespace {
+        open: Arc::new(open),
+        interface: None,
     }
 }
 

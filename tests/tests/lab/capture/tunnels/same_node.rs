@@ -1,0 +1,165 @@
+//! Two workloads of one node: through a tunnel, or with attested identities.
+
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+use dataplane_tests::{Agent, Lab, Process, report::Report};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::{PLAINTEXT, has, object, only_tunnels, tcp};
+use crate::{
+    cluster::{ask, eventually, fails, lived, reaches, serve, sources_are},
+    manifest::{Manifests, Service},
+    metrics::Metrics,
+    sockets::{arrived, tap},
+};
+
+/// What leads to `near`: its addresses, and a service.
+const TO: [&str; 3] = ["10.244.1.9:80", "[fd00:10:244:1::9]:80", "10.96.0.10:80"];
+
+/// Clients `app` and `other`, and the server `near`, all on node1.
+struct World {
+    agent: Agent,
+    manifests: Manifests,
+    _server: Process,
+    _state: TempDir,
+    lab: Lab,
+}
+
+impl World {
+    fn new(same_node: &str, mode: &str) -> Result<Self> {
+        let lab = Lab::builder()
+            .node("node1")
+            .pod("node1", "app", "10.244.1.8")
+            .pod("node1", "near", "10.244.1.9")
+            .pod("node1", "other", "10.244.1.10")
+            .build()?;
+        let server = serve(lab.pod("near"))?;
+        let manifests = Manifests::new(&[])?;
+        let state = tempfile::tempdir()?;
+        let directory = state.path().join("ca");
+        let mesh = json!({
+            "identity": { "source": { "ca": { "directory": directory } } },
+            "sameNode": same_node,
+            "rules": { "mode": mode },
+        });
+        let builder = lab.agent("node1").in_the_nodes_cgroup().sockets_only();
+        let builder = builder.manifests(manifests.path());
+        let agent = builder.args(["--mesh", &mesh.to_string()]).prepare()?;
+        let mut world = Self {
+            agent,
+            manifests,
+            _server: server,
+            _state: state,
+            lab,
+        };
+        world.allow("app")?;
+        let init = [Path::new("ca"), Path::new("init"), &directory];
+        world.agent.dataplane(init).run()?;
+        world.agent.start()?;
+        Ok(world)
+    }
+
+    /// Writes the objects. Only this client may connect to `near`, and not in plaintext.
+    fn allow(&self, client: &str) -> Result<()> {
+        let pods = ["app", "near", "other"].map(|name| object(self.lab.pod(name), "node1", true));
+        let policy = |kind: &str, spec: Value| {
+            json!({
+                "apiVersion": "security.istio.io/v1", "kind": kind,
+                "metadata": { "name": "limit", "namespace": "default" }, "spec": spec,
+            })
+        };
+        let principal = format!("cluster.local/ns/default/sa/{client}");
+        let from = json!([{ "source": { "principals": [principal] } }]);
+        let policies = [
+            policy(
+                "AuthorizationPolicy",
+                json!({ "rules": [{ "from": from }] }),
+            ),
+            policy(
+                "PeerAuthentication",
+                json!({ "mtls": { "mode": "STRICT" } }),
+            ),
+        ];
+        let service = Service::new("web", &["10.96.0.10"]).port("http", 80, 80);
+        let service = service.endpoints(&[self.lab.pod("near")]);
+        let objects = [&pods[..], &policies[..]].concat();
+        Ok(self.manifests.write_with(&[service], &objects)?)
+    }
+
+    /// Wants the frames that the node has seen between these Pods. Returns whether they were those of tunnels.
+    fn is_tunnelled(&self, taps: &[std::os::fd::OwnedFd]) -> Result<bool> {
+        let ends = ["app", "near"].map(|name| self.lab.pod(name).addresses()[0]);
+        Ok(only_tunnels(taps, &ends)? > 0)
+    }
+
+    fn opened(&self, security: &str) -> Result<f64> {
+        let metrics = Metrics::scrape(self.lab.node("node1"))?;
+        let principal = |account| format!("spiffe://cluster.local/ns/default/sa/{account}");
+        let (app, near) = (principal("app"), principal("near"));
+        let labels = |reporter| {
+            [
+                ("reporter", reporter),
+                ("connection_security_policy", security),
+                ("source_principal", &*app),
+                ("destination_principal", &*near),
+            ]
+        };
+        let sides = ["source", "destination"]
+            .map(|reporter| metrics.sum("istio_tcp_connections_opened_total", &labels(reporter)));
+        ensure!(sides[0] == sides[1], "{security}: {sides:?}");
+        Ok(sides[0])
+    }
+}
+
+/// The application sees the client's address, the policies decide by the client's identity, and a changed policy ends the live
+/// connection. With `attest`, nothing is on the wire.
+pub fn two_workloads_of_a_node_need_no_tunnel_with_attest() -> Result<()> {
+    for (same_node, mode) in [("tunnel", "proxy"), ("attest", "proxy"), ("attest", "auto")] {
+        let is_attested = same_node == "attest";
+        let world = World::new(same_node, mode)?;
+        let [app, other] = ["app", "other"].map(|name| world.lab.pod(name));
+        eventually(|| reaches(app, TO[0], "http", &["near"]).map(drop))?;
+        let taps = [tap(world.lab.node("node1"))?];
+        for to in TO {
+            let report = reaches(app, to, "http --count 5", &["near"])?;
+            sources_are(&report, &app.addresses())?;
+            fails(other, to, "http", "ECONNRESET")?;
+        }
+        let is_tunnelled = world.is_tunnelled(&taps)?;
+        ensure!(is_tunnelled != is_attested, "{same_node}: {is_tunnelled}");
+        let told = world
+            .agent
+            .dataplane(["explain", "default/app", TO[2]])
+            .run()?;
+        let said = "10.244.1.9:80 is on this node: mesh.sameNode is attest";
+        ensure!(told.contains(said) == is_attested, "{told}");
+        let (opened, none) = if is_attested {
+            ("attested", "mutual_tls")
+        } else {
+            ("mutual_tls", "attested")
+        };
+        let counts = [world.opened(opened)?, world.opened(none)?];
+        ensure!(
+            counts[0] >= 16.0 && counts[1] == 0.0,
+            "{same_node}: {counts:?}"
+        );
+        let log = world.agent.log();
+        ensure!(log.contains(" security=attested ") == is_attested, "{log}");
+        let held = app.hold("10.244.1.9:7")?;
+        lived(held)?;
+        let mut forbidden = app.hold("10.244.1.9:7")?;
+        world.allow("other")?;
+        eventually(|| reaches(other, TO[0], "http", &["near"]).map(drop))?;
+        let report = ask(app, TO[0], "http")?;
+        ensure!(report.answered == 0, "{report:?}");
+        forbidden.close_stdin();
+        let report: Report = forbidden.wait_json()?;
+        ensure!(report.errors.contains_key("ECONNRESET"), "{report:?}");
+        let frames = taps.iter().flat_map(arrived);
+        let plain = frames.filter(|frame| has(frame, PLAINTEXT) && tcp(frame).is_some());
+        ensure!(plain.count() == 0, "{same_node}: plaintext on the wire");
+    }
+    Ok(())
+}
