@@ -128,6 +128,12 @@ pub enum Error {
         /// The peer.
         to: SocketAddr,
     },
+    /// The peer takes no bytes that wait for it.
+    #[error("{to} takes no bytes; this side cut the tunnel")]
+    Stuck {
+        /// The peer.
+        to: SocketAddr,
+    },
     /// This side ended the tunnel.
     #[error("this side ended the tunnel with {to}")]
     Ended {

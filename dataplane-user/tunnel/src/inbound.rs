@@ -35,6 +35,7 @@ use super::{
     outbound::{other, tls_failed},
     tls::{self, Check},
     tunnel::{self, Keepalive, Lease},
+    wire::Wire,
     workers::{Worker, least},
 };
 
@@ -243,7 +244,7 @@ async fn place<I, A: Inbound>(
     }
 }
 
-type Tls = tokio_rustls::server::TlsStream<BufReader<TcpStream>>;
+type Tls = tokio_rustls::server::TlsStream<BufReader<Wire>>;
 type Connection = server::Connection<Guard<Tls>, Bytes>;
 
 async fn handshake<I: Identities + 'static, A: Inbound>(
@@ -257,6 +258,7 @@ async fn handshake<I: Identities + 'static, A: Inbound>(
     let check = Check::new(verifier, None);
     let failed = |cause: io::Error| tls_failed(client, &check, cause);
     let config = tls::server(&own, Arc::clone(&check)).map_err(|error| failed(other(error)))?;
+    let socket = Wire::new(socket, core.settings.patience());
     let socket = BufReader::with_capacity(READ, socket);
     let mut stream = TlsAcceptor::from(config)
         .accept(socket)
@@ -320,11 +322,15 @@ async fn serve<I: Identities + 'static, A: Inbound>(
                     };
                     worker.spawn(asked.answer(request, respond));
                 }
-                Some(Err(cause)) if cause.is_io() && tunnel.peer_state.flood().is_none() && tunnel.peer_state.alert().is_none() => {
-                    // The peer has closed its socket, which resets open streams.
-                    return Ok(());
+                Some(Err(cause)) => {
+                    let is_io = cause.is_io();
+                    return match tunnel.broken(cause) {
+                        error @ (Error::Flood { .. } | Error::Alert { .. } | Error::Stuck { .. }) => Err(error),
+                        error if !is_io => Err(error),
+                        // The peer has closed its socket, which resets open streams.
+                        _ => Ok(()),
+                    };
                 }
-                Some(Err(cause)) => return Err(tunnel.broken(cause)),
                 None => return Ok(()),
             },
             () = tunnel.until_end() => {
@@ -345,7 +351,7 @@ async fn serve<I: Identities + 'static, A: Inbound>(
             }
             _ = tick.tick() => {
                 let (silent, idle) = keepalive.tick(tunnel);
-                if silent >= settings.ping + settings.pong {
+                if silent >= settings.patience() {
                     return Err(Error::Silent { to: client });
                 }
                 // Twice the time, because normally the side that connects ends an idle tunnel.

@@ -37,6 +37,7 @@ mod pool;
 mod tests;
 mod tls;
 mod tunnel;
+mod wire;
 mod workers;
 
 use std::{
@@ -118,6 +119,13 @@ impl Default for Settings {
             pong: Duration::from_secs(20),
             buffered: 128 << 20,
         }
+    }
+}
+
+impl Settings {
+    /// Returns the time after which a tunnel ends whose peer sends no byte, or takes none of those that wait for it.
+    fn patience(&self) -> Duration {
+        self.ping + self.pong
     }
 }
 

@@ -32,6 +32,7 @@ use super::{
     pool::{Found, Key, Pool, Pooled, Progress},
     tls::{self, Check},
     tunnel::{Entry, Keepalive, Lease, Tunnel},
+    wire::Wire,
     workers::Worker,
 };
 
@@ -268,6 +269,7 @@ impl<I: Identities + 'static> Outbound<I> {
         let connector = TlsConnector::from(config);
         // rustls requires a name, but the configuration disables SNI, so the client does not send it.
         let name = ServerName::IpAddress(IpAddr::V4(Ipv4Addr::UNSPECIFIED).into());
+        let socket = Wire::new(socket, self.core.settings.patience());
         let socket = BufReader::with_capacity(READ, socket);
         let mut stream = connector.connect(name, socket).await.map_err(tls_failed)?;
         let peer = check.complete(stream.get_mut().1, to)?;
@@ -307,7 +309,7 @@ impl<I: Identities + 'static> Outbound<I> {
                 () = tunnel.until_end() => return,
                 _ = tick.tick() => {
                     let (silent, idle) = keepalive.tick(tunnel);
-                    if silent >= settings.ping + settings.pong {
+                    if silent >= settings.patience() {
                         tunnel.fail(Error::Silent { to: key.to });
                         return;
                     }
@@ -325,7 +327,7 @@ impl<I: Identities + 'static> Outbound<I> {
 }
 
 type Connection =
-    client::Connection<Guard<tokio_rustls::client::TlsStream<BufReader<TcpStream>>>, Bytes>;
+    client::Connection<Guard<tokio_rustls::client::TlsStream<BufReader<Wire>>>, Bytes>;
 
 /// Converts an error of rustls.
 pub fn other(error: rustls::Error) -> io::Error {
@@ -356,6 +358,11 @@ pub fn broken(to: SocketAddr, cause: Arc<h2::Error>, peer_state: &PeerState) -> 
     }
     if let Some(alert) = peer_state.alert() {
         return Error::Alert { to, alert };
+    }
+    // The error of `Wire`, or the kernel's if the peer acknowledges no retransmission.
+    let is_timeout = |error: &io::Error| error.kind() == io::ErrorKind::TimedOut;
+    if cause.get_io().is_some_and(is_timeout) {
+        return Error::Stuck { to };
     }
     if peer_state.bytes() == 0 && cause.is_io() {
         let text = format!(
