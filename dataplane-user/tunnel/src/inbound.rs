@@ -47,7 +47,7 @@ const GIVEN_UP: (u32, u32) = (1000, 200);
 const PAUSE: Duration = Duration::from_millis(100);
 /// The time for which a failed handshake keeps its place. This limits the rate of handshakes, and so their CPU time, because
 /// places are limited.
-const FAILED: Duration = Duration::from_secs(1);
+pub const FAILED: Duration = Duration::from_secs(1);
 
 /// The request for a stream.
 #[derive(Clone, Debug)]
@@ -193,7 +193,7 @@ async fn accept<I: Identities + 'static, A: Inbound>(
             _ = drains.changed() => return,
             placed = place(served, &own, client.ip()) => placed,
         };
-        let mut place = match placed {
+        let place = match placed {
             Ok(place) => place,
             Err((has, kind)) => {
                 socket::reset_on_close(&socket);
@@ -206,8 +206,11 @@ async fn accept<I: Identities + 'static, A: Inbound>(
         let (served, drains, worker) = (Arc::clone(served), drains.clone(), least(workers));
         let spawner = worker.clone();
         worker.spawn(async move {
-            let ended = serve(&served, &spawner, socket, client, drains, &mut place);
-            let Err(error) = ended.await else {
+            let ended = tokio::select! {
+                ended = serve(&served, &spawner, socket, client, drains, &place) => ended,
+                kind = place.until_lost() => Err(Error::Displaced { to: client, kind }),
+            };
+            let Err(error) = ended else {
                 return;
             };
             served.inbound.failed(client, &error);
@@ -231,7 +234,7 @@ async fn place<I, A: Inbound>(
     let client = served.inbound.client(client);
     let mut waits = false;
     loop {
-        match served.core.bounds.admit(own, &client) {
+        match served.core.bounds.admit(own, &client, waits) {
             Admission::Admitted(place) => return Ok(place),
             Admission::Refused(has, kind) => return Err((has, kind)),
             Admission::Wait(exceeded) => {
@@ -284,7 +287,7 @@ async fn serve<I: Identities + 'static, A: Inbound>(
     socket: std::net::TcpStream,
     client: SocketAddr,
     mut drains: watch::Receiver<()>,
-    place: &mut Place,
+    place: &Place,
 ) -> Result<(), Error> {
     let settings = &served.core.settings;
     let socket = TcpStream::from_std(socket).map_err(|cause| Error::Tls {
@@ -300,7 +303,7 @@ async fn serve<I: Identities + 'static, A: Inbound>(
         // The peer has no stream yet that could be lost.
         _ = drains.changed() => return Ok(()),
     };
-    place.finish();
+    place.finish(&entry.tunnel);
     let (tunnel, mut keepalive) = (&entry.tunnel, Keepalive::new(connection.ping_pong()));
     let given_up = Arc::new(Mutex::new(Bucket::new(GIVEN_UP.0, GIVEN_UP.1)));
     let mut tick = interval(settings.ping.min(settings.idle) / 2);

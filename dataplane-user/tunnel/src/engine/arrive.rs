@@ -140,8 +140,12 @@ impl Inbound for Arrive {
     }
 
     fn failed(&self, client: SocketAddr, error: &Error) {
-        if let Error::TooMany { kind, .. } = error {
-            let (holder, what) = ("one client", *kind);
+        let what = match error {
+            Error::TooMany { kind, .. } | Error::Displaced { kind, .. } => Some(*kind),
+            _ => None,
+        };
+        if let Some(what) = what {
+            let holder = "one client";
             self.attached.count_bounded(Exceeded { holder, what }, true);
         }
         let name = &self.attached.workload.name;
