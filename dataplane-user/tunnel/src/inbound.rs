@@ -110,6 +110,10 @@ pub trait Inbound: Send + Sync + 'static {
     /// Returns the client with this address, which has a share of the tunnels.
     fn client(&self, ip: IpAddr) -> Client;
 
+    /// Reports that a stream is refused whose application has not accepted the connection: the peer has sent much meanwhile, and
+    /// the budget is exceeded.
+    fn stalled(&self);
+
     /// Reports that a tunnel waits in the backlog.
     fn waits(&self, exceeded: Exceeded);
 
@@ -412,7 +416,10 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
                 return;
             }
             // Drops the attempt: the peer has sent too much before the answer.
-            () = self.served.account.count_unanswered(&mut recv) => Err(Refusal::Unavailable),
+            () = self.served.account.count_unanswered(&mut recv) => {
+                self.served.inbound.stalled();
+                Err(Refusal::Unavailable)
+            }
         };
         let accepted = match connected {
             Ok(accepted) => accepted,

@@ -257,6 +257,11 @@ impl<I: Identities + 'static> Tunnels<I> {
         (2 * self.core.most, FILES_OF_WORKLOAD)
     }
 
+    /// Returns the bytes that all streams hold for slow sockets, and their maximum.
+    fn held(&self) -> [usize; 2] {
+        self.core.budget.held()
+    }
+
     /// Returns the established tunnels of both directions.
     fn tunnels(&self) -> Vec<Arc<Tunnel>> {
         self.core.registry.all()

@@ -135,6 +135,10 @@ impl Inbound for Arrive {
         self.shared.relay.index().1.client(ip)
     }
 
+    fn stalled(&self) {
+        self.attached.count_stalled(Instant::now());
+    }
+
     fn waits(&self, exceeded: Exceeded) {
         self.attached.count_bounded(exceeded, false);
     }

@@ -378,9 +378,12 @@ fn bytes_before_the_answer_are_limited() {
             }
             if is_much {
                 until("streams end", || streams() <= 1).await;
+                assert!(mesh.inbound.stalled.load(Ordering::Relaxed) >= 3);
             } else {
                 sleep(Duration::from_millis(300)).await;
                 assert_eq!(streams(), 4, "the budget suffices");
+                assert_eq!(mesh.inbound.stalled.load(Ordering::Relaxed), 0);
+                assert_eq!(mesh.server.held(), [4 * 12 * (16 << 10), 1 << 20]);
             }
         }
     });
