@@ -128,7 +128,8 @@ pub struct Listening {
 }
 
 impl Listening {
-    /// Closes the socket, and sends GOAWAY to the peers: they begin no more streams. Returns at once.
+    /// Closes the socket, and sends GOAWAY to the peers: they begin no more streams. Handshakes that have begun go on, with the
+    /// streams that the peers make them for. Returns at once.
     pub fn begin_drain(&self) {
         self.drain.send_replace(());
     }
@@ -193,8 +194,9 @@ async fn accept<I: Identities + 'static, A: Inbound>(
             sleep(PAUSE).await;
             continue;
         };
+        // A drain goes on with the tunnel that is accepted already.
         let placed = tokio::select! {
-            _ = drains.changed() => return,
+            () = until_dropped(drains.clone()) => return,
             placed = place(served, &own, client.ip()) => placed,
         };
         let place = match placed {
@@ -224,6 +226,11 @@ async fn accept<I: Identities + 'static, A: Inbound>(
             }
         });
     }
+}
+
+/// Waits until the [`Listening`] is dropped.
+async fn until_dropped(mut drains: watch::Receiver<()>) {
+    while drains.changed().await.is_ok() {}
 }
 
 /// Waits until the listening socket has a place for a tunnel of this client.
@@ -299,13 +306,13 @@ async fn serve<I: Identities + 'static, A: Inbound>(
         cause: Arc::new(cause),
     })?;
     let handshake = timeout(settings.handshake, handshake(served, socket, client));
+    // A drain lets the handshake finish: a connection of the peer's workload waits for it.
     let (mut connection, entry) = tokio::select! {
         made = handshake => made.map_err(|_| Error::Timeout {
             to: client,
             phase: Phase::Handshake,
         })??,
-        // The peer has no stream yet that could be lost.
-        _ = drains.changed() => return Ok(()),
+        () = until_dropped(drains.clone()) => return Ok(()),
     };
     place.finish(&entry.tunnel);
     let (tunnel, mut keepalive) = (&entry.tunnel, Keepalive::new(connection.ping_pong()));

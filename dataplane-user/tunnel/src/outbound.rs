@@ -95,7 +95,13 @@ impl<I: Identities + 'static> Outbound<I> {
         let deadline = Instant::now() + self.core.settings.connect;
         let mut tries = TRIES;
         loop {
-            let (requests, lease, is_new) = self.place(connect, deadline).await?;
+            let (requests, lease, is_new) = match self.place(connect, deadline).await {
+                Err(Error::Broken { cause, .. }) if tries > 1 && is_drain(&cause) => {
+                    tries -= 1;
+                    continue;
+                }
+                placed => placed?,
+            };
             let tunnel = Arc::clone(&lease.0);
             let asked = self.ask(connect, requests, lease);
             let failed = match timeout_at(deadline, asked).await {
@@ -115,7 +121,7 @@ impl<I: Identities + 'static> Outbound<I> {
             }
             tries -= 1;
             let is_refused = failed.reason() == Some(Reason::REFUSED_STREAM);
-            if tries > 0 && (is_gone && !is_new || is_refused) {
+            if tries > 0 && (is_gone && !is_new || is_drain(&failed) || is_refused) {
                 continue;
             }
             return Err(broken(to, failed, &tunnel.peer_state));
@@ -328,6 +334,12 @@ impl<I: Identities + 'static> Outbound<I> {
 
 type Connection =
     client::Connection<Guard<tokio_rustls::client::TlsStream<BufReader<Wire>>>, Bytes>;
+
+/// Returns whether the peer ended the tunnel because it drains. This may also end a new tunnel, which the peer accepted just before.
+/// The peer's successor accepts the next one.
+fn is_drain(cause: &h2::Error) -> bool {
+    cause.reason() == Some(Reason::NO_ERROR) && !cause.is_reset()
+}
 
 /// Converts an error of rustls.
 pub fn other(error: rustls::Error) -> io::Error {

@@ -274,6 +274,12 @@ impl Bounds {
             .reduce(|(scope, stage, what), other| (scope.max(other.0), stage.min(other.1), what))
     }
 
+    /// Returns the number of handshakes that are not finished.
+    #[cfg(test)]
+    pub fn unfinished(&self) -> usize {
+        self.lock().count(&Holder::Process)[UNFINISHED]
+    }
+
     fn lock(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
