@@ -341,6 +341,13 @@ impl Observer {
         self.0.relay.stalled()
     }
 
+    /// Returns the bytes that connections in tunnels hold for readers that do not keep up, and their maximum, if that is more
+    /// than half of the maximum: windows are then small.
+    pub fn tunnels_hold_much(&self) -> Option<[usize; 2]> {
+        let held = self.0.tunnels.get().map(|tunnels| tunnels.held());
+        held.filter(|[held, max]| *held > max / 2)
+    }
+
     /// Workloads to which tunnels were refused or had to wait lately, each with the numbers since the workload was attached
     /// and the last reason.
     pub fn bounded(&self) -> Vec<(WorkloadName, Bounded, Exceeded)> {

@@ -45,7 +45,7 @@ const OF_WORKLOADS: [(&str, &str, Reading); 5] = [
     ),
     (
         "dataplane_proxy_stalled",
-        "Connections of this pod that were ended because a side had stopped reading and the proxy's buffers were full",
+        "Connections of this pod that were ended or refused because a side had stopped reading and the proxy's buffers were full",
         |attached| attached.stalled().0,
     ),
     (
@@ -86,7 +86,22 @@ pub(super) fn encode_proxy(shared: &Shared, encoder: &mut DescriptorEncoder<'_>)
             shared.held(),
         ),
     ];
-    for (name, help, value) in gauges {
+    let of_tunnels = shared.tunnels.get().map(|tunnels| tunnels.held());
+    let of_tunnels = of_tunnels.into_iter().flat_map(|[held, max]| {
+        [
+            (
+                "dataplane_proxy_tunnels_held_bytes",
+                "Bytes that connections in tunnels hold for readers that do not keep up",
+                held,
+            ),
+            (
+                "dataplane_proxy_tunnels_held_bytes_max",
+                "Maximum of these bytes; if there are more, connections that hold most are ended",
+                max,
+            ),
+        ]
+    });
+    for (name, help, value) in gauges.into_iter().chain(of_tunnels) {
         let value = i64::try_from(value).unwrap_or(i64::MAX);
         let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
         ConstGauge::new(value).encode(metric)?;

@@ -64,6 +64,9 @@ pub trait Tunnelling: fmt::Debug + Send + Sync {
     /// Returns the established tunnels.
     fn tunnels(&self) -> Vec<TunnelView>;
 
+    /// Returns the bytes that connections in tunnels hold for readers that do not keep up, and their maximum.
+    fn held(&self) -> [usize; 2];
+
     /// See [`Engine::take`].
     fn take(&self, attached: &Arc<Attached>, listeners: &Arc<[Listener]>);
 

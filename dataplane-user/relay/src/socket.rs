@@ -34,7 +34,10 @@ sockopt_impl!(
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct TcpInfo {
-    before: [u32; 37],
+    before: [u32; 30],
+    /// The number of bytes that the peer has acknowledged.
+    bytes_acked: u64,
+    between: [u32; 5],
     /// The shortest round trip so far, in microseconds.
     min_rtt: u32,
 }
@@ -247,6 +250,14 @@ pub fn bound_if_near(socket: impl AsFd) {
     }
 }
 
+/// Returns the number of bytes that the peer of a TCP connection has acknowledged.
+///
+/// # Errors
+/// The kernel's.
+pub fn acknowledged(socket: impl AsFd) -> io::Result<u64> {
+    Ok(getsockopt(&socket, Info)?.bytes_acked)
+}
+
 /// The times after which the kernel gives up a peer that is gone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Patience {
@@ -326,6 +337,21 @@ mod tests {
             let user_timeout = option::tcp_user_timeout(&socket).unwrap();
             assert_eq!((is_on, times, user_timeout), wanted);
         }
+    }
+
+    #[test]
+    fn the_kernel_counts_acknowledged_bytes() {
+        use std::io::{Read as _, Write as _};
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let before = acknowledged(&client).unwrap();
+        let (mut server, _) = listener.accept().unwrap();
+        client.write_all(&[0; 5000]).unwrap();
+        server.read_exact(&mut [0; 5000]).unwrap();
+        // The bytes of the answer acknowledge those of the client.
+        server.write_all(&[0]).unwrap();
+        client.read_exact(&mut [0]).unwrap();
+        assert_eq!(acknowledged(&client).unwrap() - before, 5000);
     }
 
     #[test]

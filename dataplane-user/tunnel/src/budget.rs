@@ -51,6 +51,11 @@ impl Budget {
         }
     }
 
+    /// Returns the bytes that all streams hold, and their maximum.
+    pub fn held(&self) -> [usize; 2] {
+        [self.bytes.load(Ordering::Relaxed), self.most]
+    }
+
     /// Returns the account of a namespace.
     pub fn account(self: &Arc<Self>, namespace: &str) -> Arc<Account> {
         let mut accounts = self.lock();

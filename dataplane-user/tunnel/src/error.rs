@@ -122,9 +122,25 @@ pub enum Error {
         /// The kind of tunnels.
         kind: &'static str,
     },
+    /// Another client needed the place of the tunnel.
+    #[error(
+        "{to} is of the client that has the most {kind}; this side ended one for another client"
+    )]
+    Displaced {
+        /// The peer.
+        to: SocketAddr,
+        /// The kind of tunnels of which the client has the most.
+        kind: &'static str,
+    },
     /// The peer does not answer PING.
     #[error("{to} does not answer PING; this side cut the tunnel")]
     Silent {
+        /// The peer.
+        to: SocketAddr,
+    },
+    /// The peer takes no bytes that wait for it.
+    #[error("{to} takes no bytes; this side cut the tunnel")]
+    Stuck {
         /// The peer.
         to: SocketAddr,
     },

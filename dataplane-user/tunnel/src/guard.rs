@@ -224,6 +224,10 @@ impl<T: AsyncRead + Unpin> Guard<T> {
         if self.failed.is_none() {
             match ready!(write(Pin::new(&mut self.inner), cx)) {
                 Ok(result) => return Poll::Ready(Ok(result)),
+                // The peer has closed nothing, and its bytes may never end.
+                Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                    return Poll::Ready(Err(error));
+                }
                 Err(error) => self.failed = Some((error.kind(), error.to_string())),
             }
         }

@@ -36,6 +36,7 @@ use super::{
     outbound::{other, tls_failed},
     tls::{self, Check},
     tunnel::{self, Keepalive, Lease},
+    wire::Wire,
     workers::{Worker, least},
 };
 
@@ -47,7 +48,7 @@ const GIVEN_UP: (u32, u32) = (1000, 200);
 const PAUSE: Duration = Duration::from_millis(100);
 /// The time for which a failed handshake keeps its place. This limits the rate of handshakes, and so their CPU time, because
 /// places are limited.
-const FAILED: Duration = Duration::from_secs(1);
+pub const FAILED: Duration = Duration::from_secs(1);
 
 /// The request for a stream.
 #[derive(Clone, Debug)]
@@ -110,6 +111,10 @@ pub trait Inbound: Send + Sync + 'static {
     /// Returns the client with this address, which has a share of the tunnels.
     fn client(&self, ip: IpAddr) -> Client;
 
+    /// Reports that a stream is refused whose application has not accepted the connection: the peer has sent much meanwhile, and
+    /// the budget is exceeded.
+    fn stalled(&self);
+
     /// Reports that a tunnel waits in the backlog.
     fn waits(&self, exceeded: Exceeded);
 
@@ -124,7 +129,8 @@ pub struct Listening {
 }
 
 impl Listening {
-    /// Closes the socket, and sends GOAWAY to the peers: they begin no more streams. Returns at once.
+    /// Closes the socket, and sends GOAWAY to the peers: they begin no more streams. Handshakes that have begun go on, with the
+    /// streams that the peers make them for. Returns at once.
     pub fn begin_drain(&self) {
         self.drain.send_replace(());
     }
@@ -189,11 +195,12 @@ async fn accept<I: Identities + 'static, A: Inbound>(
             sleep(PAUSE).await;
             continue;
         };
+        // A drain goes on with the tunnel that is accepted already.
         let placed = tokio::select! {
-            _ = drains.changed() => return,
+            () = until_dropped(drains.clone()) => return,
             placed = place(served, &own, client.ip()) => placed,
         };
-        let mut place = match placed {
+        let place = match placed {
             Ok(place) => place,
             Err((has, kind)) => {
                 socket::reset_on_close(&socket);
@@ -206,8 +213,11 @@ async fn accept<I: Identities + 'static, A: Inbound>(
         let (served, drains, worker) = (Arc::clone(served), drains.clone(), least(workers));
         let spawner = worker.clone();
         worker.spawn(async move {
-            let ended = serve(&served, &spawner, socket, client, drains, &mut place);
-            let Err(error) = ended.await else {
+            let ended = tokio::select! {
+                ended = serve(&served, &spawner, socket, client, drains, &place) => ended,
+                kind = place.until_lost() => Err(Error::Displaced { to: client, kind }),
+            };
+            let Err(error) = ended else {
                 return;
             };
             served.inbound.failed(client, &error);
@@ -217,6 +227,11 @@ async fn accept<I: Identities + 'static, A: Inbound>(
             }
         });
     }
+}
+
+/// Waits until the [`Listening`] is dropped.
+async fn until_dropped(mut drains: watch::Receiver<()>) {
+    while drains.changed().await.is_ok() {}
 }
 
 /// Waits until the listening socket has a place for a tunnel of this client.
@@ -231,7 +246,7 @@ async fn place<I, A: Inbound>(
     let client = served.inbound.client(client);
     let mut waits = false;
     loop {
-        match served.core.bounds.admit(own, &client) {
+        match served.core.bounds.admit(own, &client, waits) {
             Admission::Admitted(place) => return Ok(place),
             Admission::Refused(has, kind) => return Err((has, kind)),
             Admission::Wait(exceeded) => {
@@ -244,7 +259,7 @@ async fn place<I, A: Inbound>(
     }
 }
 
-type Tls = tokio_rustls::server::TlsStream<BufReader<TcpStream>>;
+type Tls = tokio_rustls::server::TlsStream<BufReader<Wire>>;
 type Connection = server::Connection<Guard<Tls>, Bytes>;
 
 async fn handshake<I: Identities + 'static, A: Inbound>(
@@ -258,6 +273,7 @@ async fn handshake<I: Identities + 'static, A: Inbound>(
     let check = Check::new(verifier, None);
     let failed = |cause: io::Error| tls_failed(client, &check, cause);
     let config = tls::server(&own, Arc::clone(&check)).map_err(|error| failed(other(error)))?;
+    let socket = Wire::new(socket, core.settings.patience());
     let socket = BufReader::with_capacity(READ, socket);
     let mut stream = TlsAcceptor::from(config)
         .accept(socket)
@@ -283,7 +299,7 @@ async fn serve<I: Identities + 'static, A: Inbound>(
     socket: std::net::TcpStream,
     client: SocketAddr,
     mut drains: watch::Receiver<()>,
-    place: &mut Place,
+    place: &Place,
 ) -> Result<(), Error> {
     let settings = &served.core.settings;
     let socket = TcpStream::from_std(socket).map_err(|cause| Error::Tls {
@@ -291,15 +307,15 @@ async fn serve<I: Identities + 'static, A: Inbound>(
         cause: Arc::new(cause),
     })?;
     let handshake = timeout(settings.handshake, handshake(served, socket, client));
+    // A drain lets the handshake finish: a connection of the peer's workload waits for it.
     let (mut connection, entry) = tokio::select! {
         made = handshake => made.map_err(|_| Error::Timeout {
             to: client,
             phase: Phase::Handshake,
         })??,
-        // The peer has no stream yet that could be lost.
-        _ = drains.changed() => return Ok(()),
+        () = until_dropped(drains.clone()) => return Ok(()),
     };
-    place.finish();
+    place.finish(&entry.tunnel);
     let (tunnel, mut keepalive) = (&entry.tunnel, Keepalive::new(connection.ping_pong()));
     let given_up = Arc::new(Mutex::new(Bucket::new(GIVEN_UP.0, GIVEN_UP.1)));
     let mut tick = interval(settings.ping.min(settings.idle) / 2);
@@ -323,11 +339,15 @@ async fn serve<I: Identities + 'static, A: Inbound>(
                     let answering = Box::pin(asked.answer(request, respond));
                     worker.spawn(relay(answering));
                 }
-                Some(Err(cause)) if cause.is_io() && tunnel.peer_state.flood().is_none() && tunnel.peer_state.alert().is_none() => {
-                    // The peer has closed its socket, which resets open streams.
-                    return Ok(());
+                Some(Err(cause)) => {
+                    let is_io = cause.is_io();
+                    return match tunnel.broken(cause) {
+                        error @ (Error::Flood { .. } | Error::Alert { .. } | Error::Stuck { .. }) => Err(error),
+                        error if !is_io => Err(error),
+                        // The peer has closed its socket, which resets open streams.
+                        _ => Ok(()),
+                    };
                 }
-                Some(Err(cause)) => return Err(tunnel.broken(cause)),
                 None => return Ok(()),
             },
             () = tunnel.until_end() => {
@@ -348,7 +368,7 @@ async fn serve<I: Identities + 'static, A: Inbound>(
             }
             _ = tick.tick() => {
                 let (silent, idle) = keepalive.tick(tunnel);
-                if silent >= settings.ping + settings.pong {
+                if silent >= settings.patience() {
                     return Err(Error::Silent { to: client });
                 }
                 // Twice the time, because normally the side that connects ends an idle tunnel.
@@ -417,7 +437,10 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
                 return None;
             }
             // Drops the attempt: the peer has sent too much before the answer.
-            () = self.served.account.count_unanswered(&mut recv) => Err(Refusal::Unavailable),
+            () = self.served.account.count_unanswered(&mut recv) => {
+                self.served.inbound.stalled();
+                Err(Refusal::Unavailable)
+            }
         };
         let accepted = match connected {
             Ok(accepted) => accepted,

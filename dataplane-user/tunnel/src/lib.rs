@@ -37,6 +37,7 @@ mod pool;
 mod tests;
 mod tls;
 mod tunnel;
+mod wire;
 mod workers;
 
 use std::{
@@ -119,6 +120,13 @@ impl Default for Settings {
             pong: Duration::from_secs(20),
             buffered: 128 << 20,
         }
+    }
+}
+
+impl Settings {
+    /// Returns the time after which a tunnel ends whose peer sends no byte, or takes none of those that wait for it.
+    fn patience(&self) -> Duration {
+        self.ping + self.pong
     }
 }
 
@@ -248,6 +256,11 @@ impl<I: Identities + 'static> Tunnels<I> {
     /// A tunnel with a stream takes none of these: the stream has no socket of its own, and connections count two files.
     fn files(&self) -> (usize, usize) {
         (2 * self.core.most, FILES_OF_WORKLOAD)
+    }
+
+    /// Returns the bytes that all streams hold for slow sockets, and their maximum.
+    fn held(&self) -> [usize; 2] {
+        self.core.budget.held()
     }
 
     /// Returns the established tunnels of both directions.

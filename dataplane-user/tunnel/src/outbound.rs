@@ -32,6 +32,7 @@ use super::{
     pool::{Found, Key, Pool, Pooled, Progress},
     tls::{self, Check},
     tunnel::{Entry, Keepalive, Lease, Tunnel},
+    wire::Wire,
     workers::Worker,
 };
 
@@ -94,7 +95,13 @@ impl<I: Identities + 'static> Outbound<I> {
         let deadline = Instant::now() + self.core.settings.connect;
         let mut tries = TRIES;
         loop {
-            let (requests, lease, is_new) = self.place(connect, deadline).await?;
+            let (requests, lease, is_new) = match self.place(connect, deadline).await {
+                Err(Error::Broken { cause, .. }) if tries > 1 && is_drain(&cause) => {
+                    tries -= 1;
+                    continue;
+                }
+                placed => placed?,
+            };
             let tunnel = Arc::clone(&lease.0);
             let asked = self.ask(connect, requests, lease);
             let failed = match timeout_at(deadline, asked).await {
@@ -114,7 +121,7 @@ impl<I: Identities + 'static> Outbound<I> {
             }
             tries -= 1;
             let is_refused = failed.reason() == Some(Reason::REFUSED_STREAM);
-            if tries > 0 && (is_gone && !is_new || is_refused) {
+            if tries > 0 && (is_gone && !is_new || is_drain(&failed) || is_refused) {
                 continue;
             }
             return Err(broken(to, failed, &tunnel.peer_state));
@@ -268,6 +275,7 @@ impl<I: Identities + 'static> Outbound<I> {
         let connector = TlsConnector::from(config);
         // rustls requires a name, but the configuration disables SNI, so the client does not send it.
         let name = ServerName::IpAddress(IpAddr::V4(Ipv4Addr::UNSPECIFIED).into());
+        let socket = Wire::new(socket, self.core.settings.patience());
         let socket = BufReader::with_capacity(READ, socket);
         let mut stream = connector.connect(name, socket).await.map_err(tls_failed)?;
         let peer = check.complete(stream.get_mut().1, to)?;
@@ -307,7 +315,7 @@ impl<I: Identities + 'static> Outbound<I> {
                 () = tunnel.until_end() => return,
                 _ = tick.tick() => {
                     let (silent, idle) = keepalive.tick(tunnel);
-                    if silent >= settings.ping + settings.pong {
+                    if silent >= settings.patience() {
                         tunnel.fail(Error::Silent { to: key.to });
                         return;
                     }
@@ -325,7 +333,13 @@ impl<I: Identities + 'static> Outbound<I> {
 }
 
 type Connection =
-    client::Connection<Guard<tokio_rustls::client::TlsStream<BufReader<TcpStream>>>, Bytes>;
+    client::Connection<Guard<tokio_rustls::client::TlsStream<BufReader<Wire>>>, Bytes>;
+
+/// Returns whether the peer ended the tunnel because it drains. This may also end a new tunnel, which the peer accepted just before.
+/// The peer's successor accepts the next one.
+fn is_drain(cause: &h2::Error) -> bool {
+    cause.reason() == Some(Reason::NO_ERROR) && !cause.is_reset()
+}
 
 /// Converts an error of rustls.
 pub fn other(error: rustls::Error) -> io::Error {
@@ -356,6 +370,11 @@ pub fn broken(to: SocketAddr, cause: Arc<h2::Error>, peer_state: &PeerState) -> 
     }
     if let Some(alert) = peer_state.alert() {
         return Error::Alert { to, alert };
+    }
+    // The error of `Wire`, or the kernel's if the peer acknowledges no retransmission.
+    let is_timeout = |error: &io::Error| error.kind() == io::ErrorKind::TimedOut;
+    if cause.get_io().is_some_and(is_timeout) {
+        return Error::Stuck { to };
     }
     if peer_state.bytes() == 0 && cause.is_io() {
         let text = format!(

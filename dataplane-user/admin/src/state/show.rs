@@ -57,6 +57,7 @@ impl State {
             + self.at_limit().count()
             + self.stalled().count()
             + self.bounded().count()
+            + usize::from(self.held_in_tunnels().is_some())
     }
 
     /// Returns the workloads that have the most connections through the proxy that they may have.
@@ -81,7 +82,7 @@ impl State {
             gravity: api::Gravity::Warning,
             place: "mesh".to_owned(),
             text: format!(
-                "{name}: the proxy has reset {connections} connections because a side of each had stopped reading and \
+                "{name}: the proxy has reset or refused {connections} connections because a side of each had stopped reading and \
                  the proxy's buffers were full"
             ),
         })
@@ -98,6 +99,22 @@ impl State {
                 "{name}: the agent has refused {} tunnels (port 15008) and let tunnels wait {} times, the last time because \
                  {} has its share of {}; with -v, the log names the clients that were refused",
                 bounded.refused, bounded.deferred, why.holder, why.what
+            ),
+        })
+    }
+
+    /// Returns a problem if connections in tunnels hold so many bytes that their windows are small.
+    fn held_in_tunnels(&self) -> Option<api::Problem> {
+        let [held, max] = self.proxy.get().and_then(Observer::tunnels_hold_much)?;
+        let mib = |bytes| bytes >> 20;
+        Some(api::Problem {
+            gravity: api::Gravity::Warning,
+            place: "mesh".to_owned(),
+            text: format!(
+                "connections in tunnels hold {} MiB of at most {} MiB, because sides of them do not read: connections of the \
+                 namespaces that hold most have small windows, and beyond the maximum the agent resets them",
+                mib(held),
+                mib(max)
             ),
         })
     }
@@ -143,6 +160,7 @@ impl State {
         problems.extend(self.at_limit());
         problems.extend(self.stalled());
         problems.extend(self.bounded());
+        problems.extend(self.held_in_tunnels());
         let node = &snapshot.node;
         api::AgentStatus {
             version: api::Version::own(),

@@ -201,13 +201,21 @@ impl Inbound for Arrive {
         self.shared.relay.index().1.client(ip)
     }
 
+    fn stalled(&self) {
+        self.attached.count_stalled(Instant::now());
+    }
+
     fn waits(&self, exceeded: Exceeded) {
         self.attached.count_bounded(exceeded, false);
     }
 
     fn failed(&self, client: SocketAddr, error: &Error) {
-        if let Error::TooMany { kind, .. } = error {
-            let (holder, what) = ("one client", *kind);
+        let what = match error {
+            Error::TooMany { kind, .. } | Error::Displaced { kind, .. } => Some(*kind),
+            _ => None,
+        };
+        if let Some(what) = what {
+            let holder = "one client";
             self.attached.count_bounded(Exceeded { holder, what }, true);
         }
         let name = &self.attached.workload.name;

@@ -221,6 +221,10 @@ impl<I: Identities + 'static> Tunnelling for Engine<I> {
         views.collect()
     }
 
+    fn held(&self) -> [usize; 2] {
+        self.tunnels.held()
+    }
+
     fn take(&self, attached: &Arc<Attached>, listeners: &Arc<[Listener]>) {
         let domain = &self.shared.manner.trust_domain;
         let Some(own) = attached.workload.identity(domain) else {

@@ -181,6 +181,8 @@ pub struct Server {
     pub hangs: bool,
     /// The number of tunnels that had to wait.
     pub waited: AtomicUsize,
+    /// The number of streams that were refused because the budget was exceeded.
+    pub stalled: AtomicUsize,
     pub requests: mpsc::UnboundedSender<Request>,
     pub ended: mpsc::UnboundedSender<(CloseReason, [u64; 2])>,
     pub failed: mpsc::UnboundedSender<Error>,
@@ -216,6 +218,10 @@ impl Inbound for Server {
 
     fn client(&self, ip: IpAddr) -> Client {
         Client::Address(ip)
+    }
+
+    fn stalled(&self) {
+        self.stalled.fetch_add(1, Ordering::Relaxed);
     }
 
     fn waits(&self, _: Exceeded) {
@@ -274,6 +280,7 @@ pub fn mesh_with(
         begun: AtomicUsize::new(0),
         hangs: false,
         waited: AtomicUsize::new(0),
+        stalled: AtomicUsize::new(0),
         requests,
         ended,
         failed,

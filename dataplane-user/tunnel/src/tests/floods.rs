@@ -13,7 +13,7 @@ use tokio::{
 };
 
 use super::{fixture::*, raw::*};
-use crate::{Settings, error::Error, outbound::Connect};
+use crate::{Settings, error::Error, inbound::FAILED, outbound::Connect};
 
 const CALM: u32 = 11;
 
@@ -267,11 +267,20 @@ fn unfinished_handshakes_leave_room_for_other_clients_and_workloads() {
             silent.push(connect_from(from, mesh.at).await);
         }
         sleep(Duration::from_millis(200)).await;
-        let waiting = stream_from(Ipv4Addr::new(127, 0, 0, 10), mesh.at, echo);
-        let waiting = timeout(Duration::from_millis(300), mesh.connect(waiting)).await;
-        assert!(waiting.is_err(), "the tunnel waits in the backlog");
-        let stream = stream_from(Ipv4Addr::new(127, 0, 0, 10), other, echo);
-        round_trip(&mut mesh.open_by(stream).await.0).await;
+        for at in [mesh.at, other] {
+            let stream = stream_from(Ipv4Addr::new(127, 0, 0, 10), at, echo);
+            round_trip(&mut mesh.open_by(stream).await.0).await;
+        }
+        let mut ended = 0;
+        while let Ok(error) = mesh.failed.try_recv() {
+            let is_ended = matches!(error, Error::Displaced { .. });
+            assert!(
+                is_ended || matches!(error, Error::TooMany { .. }),
+                "{error}"
+            );
+            ended += usize::from(is_ended);
+        }
+        assert!(ended > 0, "the client with the most has lost places");
     });
 }
 
@@ -288,12 +297,24 @@ fn the_tunnels_to_one_workload_or_namespace_leave_room_for_others() {
             let mesh = mesh_of(settings, |_| {});
             let (other, _listening) = another_workload(&mesh, namespace);
             let echo = echo().await;
+            let opened = frame(1, 4, 1, &connect_headers(&echo.to_string()));
             let mut tunnels = Vec::new();
             for _ in 0..most {
-                tunnels.push(Frames::connect(&mesh).await);
+                let mut frames = Frames::connect(&mesh).await;
+                frames.stream.write_all(&opened).await.unwrap();
+                tunnels.push(frames);
             }
+            let streams = || {
+                mesh.server
+                    .tunnels()
+                    .iter()
+                    .map(|of| of.streams())
+                    .sum::<usize>()
+            };
+            until("all tunnels have streams", || streams() == most).await;
             assert_eq!(mesh.inbound.waited.load(Ordering::Relaxed), 0);
-            let next = Frames::connect(&mesh);
+            let from = Ipv4Addr::new(127, 0, 0, 8);
+            let next = Frames::by(&mesh, connect_from(from, mesh.at).await);
             tokio::pin!(next);
             let waiting = timeout(Duration::from_millis(300), &mut next).await;
             assert!(waiting.is_err(), "the next tunnel waits");
@@ -319,15 +340,13 @@ fn handshakes_that_fail_at_once_are_limited() {
             let mut socket = TcpStream::connect(mesh.at).await.unwrap();
             socket.write_all(&[b'x'; 100]).await.unwrap();
         }
-        sleep(Duration::from_millis(500)).await;
         let mut failed = 0;
-        while mesh.failed.try_recv().is_ok() {
-            failed += 1;
+        for _ in 0..30 {
+            let error = mesh.failed.recv().await.unwrap();
+            failed += usize::from(!matches!(error, Error::TooMany { .. }));
         }
         assert!((1..10).contains(&failed), "{failed} handshakes");
-        for _ in failed..30 {
-            mesh.failed.recv().await.unwrap();
-        }
+        sleep(FAILED).await;
         is_still_served(&mesh).await;
     });
 }
@@ -359,9 +378,12 @@ fn bytes_before_the_answer_are_limited() {
             }
             if is_much {
                 until("streams end", || streams() <= 1).await;
+                assert!(mesh.inbound.stalled.load(Ordering::Relaxed) >= 3);
             } else {
                 sleep(Duration::from_millis(300)).await;
                 assert_eq!(streams(), 4, "the budget suffices");
+                assert_eq!(mesh.inbound.stalled.load(Ordering::Relaxed), 0);
+                assert_eq!(mesh.server.held(), [4 * 12 * (16 << 10), 1 << 20]);
             }
         }
     });

@@ -7,3 +7,4 @@ mod fuzz;
 mod pooling;
 mod raw;
 mod streams;
+mod stuck;

@@ -2,18 +2,28 @@
 
 use std::{
     future::pending,
+    io,
     process::Command,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     time::{Duration, SystemTime},
 };
 
-use tokio::{io::AsyncReadExt, net::TcpStream, time::sleep};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    time::sleep,
+};
 
 use super::{fixture::*, raw::*};
-use crate::{Settings, copy::CloseReason, error::Error, outbound::Connect};
+use crate::{
+    Settings,
+    copy::CloseReason,
+    error::Error,
+    outbound::{Connect, Dial},
+};
 
 /// Counts the TCP connections of new tunnels.
 fn counted(mut connect: Connect) -> (Connect, Arc<AtomicUsize>) {
@@ -24,6 +34,15 @@ fn counted(mut connect: Connect) -> (Connect, Arc<AtomicUsize>) {
         Box::pin(TcpStream::connect(to))
     });
     (connect, count)
+}
+
+/// Returns this connection once, and an error later.
+fn dial_once(socket: TcpStream) -> Dial {
+    let socket = Mutex::new(Some(socket.into_std().unwrap()));
+    Arc::new(move |_| {
+        let socket = socket.lock().unwrap().take();
+        Box::pin(async move { TcpStream::from_std(socket.ok_or(io::ErrorKind::NotFound)?) })
+    })
 }
 
 #[test]
@@ -183,6 +202,62 @@ fn a_peer_that_drains_keeps_its_streams_and_gets_no_new_ones() {
     });
 }
 
+/// A tunnel whose TCP connection was accepted before the drain still carries its streams.
+#[test]
+fn a_handshake_outlives_the_drain() {
+    run(async {
+        let mut mesh = mesh();
+        let echo = echo().await;
+        let socket = TcpStream::connect(mesh.at).await.unwrap();
+        let accepted = || mesh.server.core.bounds.unfinished() == 1;
+        until("the connection is accepted", accepted).await;
+        let listening = mesh.listening.take().unwrap();
+        listening.begin_drain();
+        until("the socket is closed", || {
+            std::net::TcpListener::bind(mesh.at).is_ok()
+        })
+        .await;
+        assert!(!listening.is_drained());
+        let connect = Connect {
+            dial: dial_once(socket),
+            ..to(mesh.at, echo)
+        };
+        let (mut client, mut ends) = mesh.open_by(connect).await;
+        round_trip(&mut client).await;
+        drop(client);
+        assert_eq!(ends.recv().await.unwrap().0, CloseReason::Closed);
+        until("the drain ends", || listening.is_drained()).await;
+        assert!(mesh.failed.try_recv().is_err());
+    });
+}
+
+/// A peer that is about to end sends GOAWAY in a new tunnel. The stream tries another tunnel, which the successor accepts.
+#[test]
+fn a_new_tunnel_to_a_peer_that_drains_is_tried_again() {
+    run(async {
+        let mesh = mesh();
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let at = listener.local_addr().unwrap();
+        let config = server_config(&mesh.certificates);
+        let server = tokio::spawn(async move {
+            let mut stream = accept(listener.accept().await.unwrap().0, config.clone()).await;
+            let ended = frame(7, 0, 0, &[0; 8]);
+            let bytes = [frame(4, 0, 0, &[]), ended].concat();
+            stream.write_all(&bytes).await.unwrap();
+            let again = accept(listener.accept().await.unwrap().0, config).await;
+            let mut connection = h2::server::handshake(again).await.unwrap();
+            let (_, mut respond) = connection.accept().await.unwrap().unwrap();
+            let _answered = respond
+                .send_response(http::Response::new(()), false)
+                .unwrap();
+            while connection.accept().await.is_some() {}
+        });
+        let stream = mesh.connect(to(at, at)).await.unwrap();
+        drop(stream);
+        server.abort();
+    });
+}
+
 #[test]
 fn a_peer_that_restarts_gets_new_tunnels() {
     run(async {
@@ -193,6 +268,10 @@ fn a_peer_that_restarts_gets_new_tunnels() {
         drop(mesh.listening.take());
         assert!(client.read(&mut [0]).await.is_err());
         until("the tunnel ends", || mesh.server.tunnels().is_empty()).await;
+        until("the socket is closed", || {
+            std::net::TcpListener::bind(mesh.at).is_ok()
+        })
+        .await;
         let error = mesh.connect(to(mesh.at, echo)).await.unwrap_err();
         assert!(matches!(error, Error::Connect { .. }), "{error}");
         let listener = std::net::TcpListener::bind(mesh.at).unwrap();

@@ -35,7 +35,13 @@ pub async fn connect(
     at: std::net::SocketAddr,
     config: ClientConfig,
 ) -> std::io::Result<client::TlsStream<TcpStream>> {
-    let socket = TcpStream::connect(at).await?;
+    connect_by(TcpStream::connect(at).await?, config).await
+}
+
+pub async fn connect_by(
+    socket: TcpStream,
+    config: ClientConfig,
+) -> std::io::Result<client::TlsStream<TcpStream>> {
     let name = ServerName::IpAddress(IpAddr::V4([127, 0, 0, 1].into()));
     TlsConnector::from(Arc::new(config))
         .connect(name, socket)
@@ -87,9 +93,13 @@ pub struct Frames {
 
 impl Frames {
     pub async fn connect(mesh: &Mesh) -> Self {
-        let mut stream = connect(mesh.at, client_config(&mesh.certificates))
-            .await
-            .unwrap();
+        Self::by(mesh, TcpStream::connect(mesh.at).await.unwrap()).await
+    }
+
+    /// Makes a tunnel over this connection.
+    pub async fn by(mesh: &Mesh, socket: TcpStream) -> Self {
+        let config = client_config(&mesh.certificates);
+        let mut stream = connect_by(socket, config).await.unwrap();
         stream
             .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
             .await

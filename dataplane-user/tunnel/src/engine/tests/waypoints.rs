@@ -36,6 +36,8 @@ impl Inbound for Gate {
         Client::Address(ip)
     }
 
+    fn stalled(&self) {}
+
     fn waits(&self, _: Exceeded) {}
 
     fn failed(&self, _: SocketAddr, _: &Error) {}
