@@ -190,6 +190,8 @@ mod tests {
         is_served: bool,
     }
 
+    type Change = Box<dyn FnOnce(&mut Case)>;
+
     fn workload(name: &str, addresses: &[&str]) -> Workload {
         Workload {
             addresses: addresses.iter().map(|addr| addr.parse().unwrap()).collect(),
@@ -269,7 +271,6 @@ mod tests {
         let policy = found(|case| case.server.capture = refuses(false));
         assert_eq!(policy.as_deref(), Some(wanted));
         let other = |name| workload(name, &[TO]);
-        type Change = Box<dyn FnOnce(&mut Case)>;
         let cases: [(&str, Change); 10] = [
             ("by packets", Box::new(|case| case.own_namespace = false)),
             ("without tunnels", Box::new(|case| case.tunnels = 0)),
