@@ -194,6 +194,8 @@ mod tests {
         is_served: bool,
     }
 
+    type Change = Box<dyn FnOnce(&mut Case)>;
+
     fn workload(name: &str, addresses: &[&str]) -> Workload {
         Workload {
             addresses: addresses.iter().map(|addr| addr.parse().unwrap()).collect(),
@@ -285,7 +287,6 @@ mod tests {
         let policy = found(|case| case.server.capture = refuses(false));
         assert_eq!(policy.as_deref(), Some(wanted));
         let other = |name| workload(name, &[TO]);
-        type Change = Box<dyn FnOnce(&mut Case)>;
         let of_gate: Box<[model::Label]> = [(
             "gateway.networking.k8s.io/gateway-name".into(),
             "gate".into(),
