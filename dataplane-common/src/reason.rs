@@ -130,8 +130,8 @@ reasons! {
     Preempted = 42, "preempted", "too many programs were preempted on one CPU (PREEMPT_RT); dropped";
     /// The packet path: another CPU began to make the flow, and did not finish within some microseconds.
     FlowBusy = 43, "flow-busy", "another CPU was making the flow and took too long; dropped";
-    /// The packet path: an IPsec policy of the kernel protects the packet, but the packet path cannot encrypt it.
-    IpsecPolicy = 44, "ipsec-policy", "an IPsec policy protects the packet, and the packet path cannot encrypt it; dropped";
+    /// The packet path: an IPsec policy of the kernel protects the packet, which came in clear or would leave in clear.
+    IpsecPolicy = 44, "ipsec-policy", "an IPsec policy protects the packet, which came in clear or would leave in clear; dropped";
     /// Capture by packets: to a loopback or link-local address, or to one of the node. The proxy would connect as the
     /// node.
     ToNode = 45, "to-node", "from a workload that is captured by packets to an address of the node, or to a link-local or loopback address; refused";

@@ -159,6 +159,22 @@ pub fn is_protected(
         || protects(endpoint, &key.src)
 }
 
+/// Whether a packet on the path through the stack would escape an IPsec policy: the policy protects the packet as it arrives, and would
+/// drop it in clear, but the stack looks for policies only after the translation, and none drops the packet then. (With kube-proxy the
+/// kernel looks for the addresses before its translation: `nf_nat_decode_session` in `__xfrm_policy_check`, `net/xfrm/xfrm_policy.c`.)
+/// A packet that was encrypted does not get past the kernel here either, because no policy allows that. `protection`: the
+/// [bits](SourceKey::PROTECTED) for packets from one address to another.
+#[inline(always)]
+pub fn escapes(
+    key: &FlowKey,
+    new_dst: &Addr,
+    mut protection: impl FnMut(&Addr, &Addr) -> u32,
+) -> bool {
+    key.dst != *new_dst
+        && protection(&key.src, &key.dst) & SourceKey::PROTECTED_FORWARD != 0
+        && protection(&key.src, new_dst) & SourceKey::SURELY_FORWARD == 0
+}
+
 /// The decision of a packet program about a packet.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -21,8 +21,9 @@ layout! {
         pub cells: u32,
         /// The set in `SOURCES` of the networks to which packets of IPsec policies go (value 0: such a network is not
         /// protected); 0: no policy protects anything; [`PacketConfig::ALL_PROTECTED`]: everything is protected. The
-        /// values of this set are sets of the networks from which such packets come, whose values are
-        /// [`SourceKey::PROTECTED`](super::SourceKey::PROTECTED) and [`SourceKey::PASSED`](super::SourceKey::PASSED).
+        /// values of this set are sets of the networks from which such packets come, whose values have bits of
+        /// [`SourceKey::PROTECTED`](super::SourceKey::PROTECTED) and
+        /// [`SourceKey::SURELY_FORWARD`](super::SourceKey::SURELY_FORWARD).
         pub policies: u32,
         /// How many ICMP errors may be sent.
         pub errors: ErrorLimits,

@@ -142,10 +142,14 @@ impl SourceKey {
     /// Sets from this one on are networks of IPsec policies ([`PacketConfig::policies`]). No pool has such an index;
     /// [`SourceKey::HOST`] is none of these sets.
     pub const POLICIES: u32 = 1 << 31;
-    /// IPsec policies require packets between two networks to be encrypted, or dropped.
-    pub const PROTECTED: u32 = 1;
-    /// IPsec policies let packets between two networks pass as they are.
-    pub const PASSED: u32 = 2;
+    /// Bits of the value of a network of IPsec policies: policies of any direction require packets to be encrypted, or dropped.
+    pub const PROTECTED: u32 = 0b111;
+    /// A policy for packets that leave requires it. (The bit's number is the direction's, as for the others.)
+    pub const PROTECTED_OUT: u32 = 1 << 1;
+    /// A policy for packets that the stack forwards requires it, as they arrive.
+    pub const PROTECTED_FORWARD: u32 = 1 << 2;
+    /// Likewise, and no policy that selects by more than addresses may come before.
+    pub const SURELY_FORWARD: u32 = 1 << 3;
     /// The bits of the key that hold the set.
     pub const SET_BITS: u32 = 32;
 

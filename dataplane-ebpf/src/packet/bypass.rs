@@ -9,7 +9,7 @@
 //!
 //! A TCP connection stays on its path until its ends begin another one from the same ports. Datagrams are decided about anew
 //! when the tick after the next begins. A packet that arrives at another interface, or whose route leads to another one than
-//! before, or that needs an error or fragments, goes through the stack.
+//! before, or that needs an error or fragments, goes through the stack. ICMP errors of other hosts bypass the stack as the flow does.
 //!
 //! If the table forgets a connection, the kernel's conntrack takes it up in its middle, and asks the rules of NAT about the
 //! direction of the packet that comes first. So a connection from another host bypasses the stack only if the host is a pod by the
@@ -22,7 +22,7 @@
 
 use aya_ebpf::bindings::BPF_FIB_LKUP_RET_SUCCESS;
 use dataplane_common::{
-    Addr, Port, VipPlace, decide,
+    Addr, Port, Protocol, VipPlace, decide,
     packet::{Bypass, FlowKey, PacketConfig, SourceKey, Tick},
 };
 
@@ -91,33 +91,39 @@ fn look(s: &Scratch) -> Option<Bypass> {
     BYPASS.get_ptr(&s.bypass).map(|found| unsafe { *found })
 }
 
-/// Whether the packet belongs to a flow that bypasses the stack. If so, its way is known.
-#[inline(never)]
-pub fn is_known(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
+/// Finds the flow with this key among those that bypass the stack, and the interface by which a packet leaves that arrives like the
+/// present one. The packet has the key, or is an ICMP error about a packet in the reverse direction.
+#[inline(always)]
+fn find<'a>(skb: Skb, s: &mut Scratch, key: &FlowKey) -> Option<(&'a mut Bypass, u32)> {
     if flags() & PacketConfig::BYPASS == 0
         || s.packet.fragment != WHOLE
-        || s.packet.is_syn()
         || skb.kind() != PACKET_HOST
-        || may_be_of_service(&s.packet.key)
+        || may_be_of_service(key)
     {
-        return false;
+        return None;
     }
-    let key = s.packet.key;
-    let from = write_key(s, &key);
-    let Some(place) = BYPASS.get_ptr_mut(&s.bypass) else {
-        return false;
-    };
+    let from = write_key(s, key);
     // SAFETY: as in `look`.
-    let found = unsafe { &mut *place };
+    let found = unsafe { &mut *BYPASS.get_ptr_mut(&s.bypass)? };
     let [first, second] = found.interfaces;
     let (arrives, leaves) = if from == 0 {
         (first, second)
     } else {
         (second, first)
     };
-    if arrives != skb.ifindex() {
+    (arrives == skb.ifindex()).then_some((found, leaves))
+}
+
+/// Whether the packet belongs to a flow that bypasses the stack. If so, its way is known.
+#[inline(never)]
+pub fn is_known(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
+    if s.packet.is_syn() {
         return false;
     }
+    let key = s.packet.key;
+    let Some((found, leaves)) = find(skb, s, &key) else {
+        return false;
+    };
     if !s.packet.is_tcp() {
         if !found.is_recent(now()) {
             return false;
@@ -126,6 +132,21 @@ pub fn is_known(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
         found.since = now();
     }
     leads(skb, s, leaves)
+}
+
+/// Returns the interface by which an ICMP error about a packet of such a flow leaves; 0: the stack forwards the error. In the stack,
+/// the kernel's conntrack does not know what the error is about, and rules that came after the flow drop such packets. `back`: the key
+/// of a packet in the error's direction.
+#[inline(never)]
+pub fn way_of_error(skb: Skb, s: &mut Scratch, back: &FlowKey) -> u32 {
+    // The stack forwards no packet with such a source.
+    if !s.packet.is_v4() && s.packet.key.src.is_link_local() {
+        return 0;
+    }
+    match find(skb, s, back) {
+        Some((found, leaves)) if back.protocol == Protocol::TCP || found.is_recent(now()) => leaves,
+        _ => 0,
+    }
 }
 
 /// Whether an end of a flow may be a service's address, or one of the node's with node ports. Packets of such flows need no lookup in
@@ -179,7 +200,7 @@ extern "C" fn packet_has_bypass(key: *const FlowKey) -> u32 {
 
 /// Finds the packet's way, and whether it can go by this interface.
 #[inline(always)]
-fn leads(skb: Skb, s: &mut Scratch, by: u32) -> bool {
+pub fn leads(skb: Skb, s: &mut Scratch, by: u32) -> bool {
     ways::find(
         skb,
         &s.packet,

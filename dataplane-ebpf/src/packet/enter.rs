@@ -84,10 +84,15 @@ fn obstacle_of(s: &Scratch, new_source: bool) -> Reason {
     }
 }
 
-/// Whether an IPsec policy forbids the flow. The stack itself applies the policies to a packet that it carries.
+/// Whether an IPsec policy forbids the flow. The stack itself applies most policies to a packet that it carries.
 #[inline(never)]
 fn is_forbidden(s: &Scratch) -> bool {
-    !goes_through(s) && ipsec::forbids_flow(&s.packet.key, &s.endpoint.addr)
+    let (key, endpoint) = (&s.packet.key, &s.endpoint.addr);
+    if goes_through(s) {
+        ipsec::escapes(key, endpoint)
+    } else {
+        ipsec::forbids_flow(key, endpoint)
+    }
 }
 
 /// Enters the flow to the endpoint that was chosen.

@@ -8,10 +8,11 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP, LEAVE_ALONE, came_by,
+    DROP, LEAVE_ALONE, bypass, came_by,
     conntrack::{self, ANSWER, Known, NEW, REQUEST},
     deliver, ipsec, node,
     parse::{FLOW, LATER, Packet},
+    reverse,
     rewrite::{Ends, addresses_difference, ports_word, write_addresses},
     route,
     scratch::Scratch,
@@ -103,6 +104,16 @@ fn arrives(skb: Skb, s: &mut Scratch, back: &FlowKey, now: Tick) -> i32 {
     if known == NEW {
         known = conntrack::answer(back, segment, &mut s.flow, now);
     }
+    if known == NEW {
+        let leaves = bypass::way_of_error(skb, s, back);
+        let mut is_right = || reverse::is_right(skb, &s.packet, &mut s.way, reverse::BEGINS);
+        // Not in a function of its own: the stack has no room for its frame.
+        return if leaves != 0 && is_right() && bypass::leads(skb, s, leaves) {
+            bypass::send(skb, s)
+        } else {
+            LEAVE_ALONE
+        };
+    }
     if !set_ends(s, known) || (known == ANSWER && through::is_kernels(&s.flow)) {
         return LEAVE_ALONE;
     }
@@ -162,7 +173,12 @@ fn leaves(skb: Skb, s: &mut Scratch, back: &FlowKey, now: Tick) -> i32 {
     if !set_ends(s, known) {
         return LEAVE_ALONE;
     }
-    if ipsec::forbids(&s.packet.key, &s.ends) {
+    let is_forbidden = if skb.is_forwarded() {
+        ipsec::forbids_leaving(&s.ends)
+    } else {
+        ipsec::forbids(&s.packet.key, &s.ends)
+    };
+    if is_forbidden {
         return DROP;
     }
     if is_of_node {

@@ -2,6 +2,10 @@
 //! encrypt these packets. Therefore the program does not forward or accept packets that a policy protects. The
 //! agent writes the policies (`dataplane-user/plan/src/ipsec.rs`).
 //!
+//! On the path through the stack, the kernel applies the policies to a packet with its new destination and its old source. The
+//! program drops what the kernel then does not see: a packet that arrives in clear although a policy protects it with its old
+//! destination, and one that would leave in clear although a policy protects it with its new source.
+//!
 //! If there are policies, the check runs for every translated packet, with the addresses before and after the
 //! translation. On a node without policies it reads one word.
 
@@ -37,6 +41,29 @@ pub fn forbids(key: &FlowKey, ends: &Ends) -> bool {
     true
 }
 
+/// Whether a policy forbids that a packet which comes from the stack leaves with these ends. If so, counts it.
+#[inline(always)]
+pub fn forbids_leaving(ends: &Ends) -> bool {
+    let policies = policies();
+    if policies == 0 || protection(policies, &ends.src, &ends.dst) & SourceKey::PROTECTED_OUT == 0 {
+        return false;
+    }
+    count(Reason::IpsecPolicy);
+    true
+}
+
+/// Whether the stack would not see that a policy protects a packet as it arrives ([`first::escapes`]). Does not count it.
+#[inline(always)]
+pub fn escapes(key: &FlowKey, new_dst: &Addr) -> bool {
+    let policies = policies();
+    policies != 0 && escape(policies, key, new_dst)
+}
+
+#[inline(never)]
+fn escape(policies: u32, key: &FlowKey, new_dst: &Addr) -> bool {
+    first::escapes(key, new_dst, move |src, dst| protection(policies, src, dst))
+}
+
 /// Whether a policy forbids a flow between a packet's ends and the chosen endpoint: its packets, or the answers to
 /// them, would be dropped. Does not count it.
 #[inline(always)]
@@ -58,13 +85,22 @@ fn both_ways(policies: u32, key: &FlowKey, endpoint: &Addr) -> bool {
 }
 
 /// Whether a policy protects packets from one address to another.
-#[inline(never)]
+#[inline(always)]
 fn protected(policies: u32, src: &Addr, dst: &Addr) -> bool {
+    protection(policies, src, dst) & SourceKey::PROTECTED != 0
+}
+
+/// Which policies protect packets from one address to another: bits of [`SourceKey::PROTECTED`] and
+/// [`SourceKey::SURELY_FORWARD`].
+#[inline(never)]
+fn protection(policies: u32, src: &Addr, dst: &Addr) -> u32 {
     if policies == PacketConfig::ALL_PROTECTED {
-        return true;
+        return SourceKey::PROTECTED;
     }
-    let sources = said(policies, dst);
-    sources != 0 && said(sources, src) == SourceKey::PROTECTED
+    match said(policies, dst) {
+        0 => 0,
+        sources => said(sources, src),
+    }
 }
 
 /// Returns the value of the longest network of a set that contains an address; 0 if none does.

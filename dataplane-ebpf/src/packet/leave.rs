@@ -98,12 +98,14 @@ fn passes(skb: Skb, s: &mut Scratch, now: Tick) -> i32 {
         s.packet.segment.flags |= Segment::QUOTED.flags;
         if through::find(skb, s, now) {
             skb.send_on();
-            return if !through::goes_back(skb, s) {
-                rewrite_only(skb, s)
-            } else if ipsec::forbids(&s.packet.key, &s.ends) {
+            return if ipsec::forbids_leaving(&s.ends) {
                 DROP
-            } else {
+            } else if through::goes_back(skb, s) {
                 node::send(skb, s)
+            } else if rewrite(skb, &s.packet, &s.ends, s.packet.hops) {
+                LEAVE_ALONE
+            } else {
+                DROP
             };
         }
     }

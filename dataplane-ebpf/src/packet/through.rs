@@ -22,7 +22,7 @@ use dataplane_common::{
 use super::{
     came_by,
     conntrack::{self, ANSWER, Flow, Known, NEW, REQUEST},
-    reverse, route,
+    ipsec, reverse, route,
     scratch::Scratch,
     skb::Skb,
     sources, table,
@@ -58,7 +58,7 @@ pub enum Goes {
     Unchanged,
     /// Through the stack, with the ends in [`Scratch::ends`].
     Through,
-    /// Nowhere: a pod does not have the source.
+    /// Nowhere: a pod does not have the source, or an IPsec policy forbids it.
     Nowhere,
 }
 
@@ -76,6 +76,10 @@ pub fn goes(skb: Skb, s: &mut Scratch, key: &FlowKey) -> Goes {
     }
     if !reverse::is_right(skb, &s.packet, &mut s.way, reverse::GOES_ON) {
         count(Reason::SourceForged);
+        return Goes::Nowhere;
+    }
+    if ipsec::escapes(&s.packet.key, &s.ends.dst) {
+        count(Reason::IpsecPolicy);
         return Goes::Nowhere;
     }
     s.ends.src = key.src;

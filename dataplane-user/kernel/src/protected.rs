@@ -102,33 +102,32 @@ impl Protected {
 }
 
 impl PacketTables {
-    /// Whether IPsec policies protect packets from one address to another.
+    /// Which IPsec policies protect packets from one address to another: bits of [`SourceKey::PROTECTED`] and
+    /// [`SourceKey::SURELY_FORWARD`].
     ///
     /// # Errors
     /// If the kernel refuses to read the table.
-    pub fn protects(&self, src: Addr, dst: Addr) -> Result<bool, Error> {
+    pub fn protection(&self, src: Addr, dst: Addr) -> Result<u32, Error> {
         let first = self.config().policies;
-        if first == 0 || first == PacketConfig::ALL_PROTECTED {
-            return Ok(first != 0);
+        if first == PacketConfig::ALL_PROTECTED {
+            return Ok(SourceKey::PROTECTED);
         }
-        let from = self.sources().said(first, dst)?;
-        let Some(from) = from.filter(|from| *from != 0) else {
-            return Ok(false);
+        let from = match first {
+            0 => None,
+            first => self.sources().said(first, dst)?,
         };
-        Ok(self.sources().said(from, src)? == Some(SourceKey::PROTECTED))
+        let Some(from) = from.filter(|from| *from != 0) else {
+            return Ok(0);
+        };
+        Ok(self.sources().said(from, src)?.unwrap_or_default())
     }
 }
 
 /// Writes sets from `first` on; whether there are any.
 fn fill(sources: &Sources, selectors: &Selectors, first: u32) -> Result<bool, Error> {
     for (set, (dst, from)) in (first + 1..).zip(selectors) {
-        for (src, is_refused) in from {
-            let said = if *is_refused {
-                SourceKey::PROTECTED
-            } else {
-                SourceKey::PASSED
-            };
-            sources.put(&source_key(set, src), said)?;
+        for (src, protection) in from {
+            sources.put(&source_key(set, src), *protection)?;
         }
         sources.put(&source_key(first, dst), set)?;
     }

@@ -3,14 +3,15 @@
 //!
 //! The result is exact for addresses: in each direction the kernel applies the first policy that covers a packet. The
 //! programs ignore all other selectors (ports, a protocol, an interface, a mark). A policy with such a selector covers
-//! all packets between its networks if it protects, and no packet if it lets packets pass. A pair of addresses that is
-//! covered in any direction is refused in all directions.
+//! all packets between its networks if it protects, and no packet if it lets packets pass. On the fast path, a pair of addresses that is
+//! covered in any direction is refused in all directions. On the path through the stack, each direction counts for itself.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
 };
 
+use dataplane_common::packet::SourceKey;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
 /// A policy of the kernel.
@@ -42,9 +43,9 @@ impl fmt::Display for Policy {
     }
 }
 
-/// Whether packets are refused, by the network of their destination and then of their source. The longest network
-/// decides.
-pub type Selectors = BTreeMap<IpNet, BTreeMap<IpNet, bool>>;
+/// Which policies protect packets, by the network of their destination and then of their source: bits of
+/// [`SourceKey::PROTECTED`] and [`SourceKey::SURELY_FORWARD`]. The longest network decides.
+pub type Selectors = BTreeMap<IpNet, BTreeMap<IpNet, u32>>;
 
 /// Maximum number of networks. Beyond it, all packets are refused. A node with a policy to each of 10 000 other nodes
 /// has about 40 000.
@@ -55,19 +56,12 @@ pub fn selectors(policies: &[Policy]) -> Option<Selectors> {
     if !policies.iter().any(|policy| policy.protects) {
         return Some(Selectors::new());
     }
-    let counted: Vec<&Policy> = policies
-        .iter()
-        .filter(|policy| policy.protects || !policy.narrow)
-        .collect();
-    let destinations: BTreeSet<IpNet> = counted.iter().map(|policy| policy.dst).collect();
+    let destinations: BTreeSet<IpNet> = policies.iter().map(|policy| policy.dst).collect();
     // Counts first, because the result grows with the square of the number of policies.
     let (mut entries, mut all) = (0, Vec::new());
     for dst in destinations {
-        let here: Vec<&Policy> = counted
-            .iter()
-            .copied()
-            .filter(|policy| policy.dst.contains(&dst))
-            .collect();
+        let covers = |policy: &&Policy| policy.dst.contains(&dst);
+        let here: Vec<&Policy> = policies.iter().filter(covers).collect();
         let sources: BTreeSet<IpNet> = here.iter().map(|policy| policy.src).collect();
         entries += 1 + sources.len();
         if entries > ENOUGH {
@@ -76,26 +70,43 @@ pub fn selectors(policies: &[Policy]) -> Option<Selectors> {
         all.push((dst, here, sources));
     }
     let all = all.into_iter().map(|(dst, here, sources)| {
-        let refused =
-            |src: &IpNet| is_refused(here.iter().filter(|policy| policy.src.contains(src)));
-        let sources = sources.into_iter().map(|src| (src, refused(&src)));
-        (dst, sources.collect())
+        let protection = |src: IpNet| {
+            let covers = |policy: &&Policy| policy.src.contains(&src);
+            let covering: Vec<&Policy> = here.iter().copied().filter(covers).collect();
+            (src, protection(&covering))
+        };
+        (dst, sources.into_iter().map(protection).collect())
     });
     Some(all.collect())
 }
 
-/// Returns whether the first policy of any kind protects. All policies cover the same packet. Of two policies with
-/// equal priority the protecting one counts as first: the kernel applies the older one, and does not report the age.
-fn is_refused<'a>(covering: impl Iterator<Item = &'a &'a Policy>) -> bool {
-    let mut first: BTreeMap<(u8, u8), &Policy> = BTreeMap::new();
-    for &policy in covering {
-        let order = |policy: &Policy| (policy.priority, !policy.protects);
-        let first = first.entry(policy.kind).or_insert(policy);
-        if order(policy) < order(first) {
-            *first = policy;
+/// Returns which policies protect, of policies that all cover the same packet: in each direction the first of each type.
+fn protection(covering: &[&Policy]) -> u32 {
+    let mut said = 0;
+    let kinds: BTreeSet<(u8, u8)> = covering.iter().map(|policy| policy.kind).collect();
+    for kind in kinds {
+        // `narrow`: also policies that do not cover all packets of these addresses.
+        let first = |protects, narrow| {
+            let counts = |policy: &&&Policy| {
+                policy.kind == kind && policy.protects == protects && (narrow || !policy.narrow)
+            };
+            let priorities = covering.iter().filter(counts).map(|policy| policy.priority);
+            priorities.min()
+        };
+        // Of two policies with equal priority the kernel applies the older one, and does not report the age.
+        let may = first(true, true)
+            .is_some_and(|protects| first(false, false).is_none_or(|passes| protects <= passes));
+        let surely = first(true, false)
+            .is_some_and(|protects| first(false, true).is_none_or(|passes| protects < passes));
+        let bit = 1 << kind.0 & SourceKey::PROTECTED;
+        if may {
+            said |= bit;
+        }
+        if surely && bit == SourceKey::PROTECTED_FORWARD {
+            said |= SourceKey::SURELY_FORWARD;
         }
     }
-    first.values().any(|policy| policy.protects)
+    said
 }
 
 /// Returns policies that block, for both families, all packets of a direction that no other policy covers (`ip xfrm
@@ -130,15 +141,21 @@ mod tests {
         }
     }
 
+    fn longest<'a, T>(all: &'a BTreeMap<IpNet, T>, addr: &IpAddr) -> Option<&'a T> {
+        let containing = all.iter().filter(|(net, _)| net.contains(addr));
+        let longest = containing.max_by_key(|(net, _)| net.prefix_len());
+        longest.map(|(_, value)| value)
+    }
+
     /// Looks a packet up as the programs do.
     fn looked_up(selectors: &Selectors, src: IpAddr, dst: IpAddr) -> bool {
-        fn longest<'a, T>(all: &'a BTreeMap<IpNet, T>, addr: &IpAddr) -> Option<&'a T> {
-            let containing = all.iter().filter(|(net, _)| net.contains(addr));
-            let longest = containing.max_by_key(|(net, _)| net.prefix_len());
-            longest.map(|(_, value)| value)
-        }
+        protection_of(selectors, src, dst) & SourceKey::PROTECTED != 0
+    }
+
+    fn protection_of(selectors: &Selectors, src: IpAddr, dst: IpAddr) -> u32 {
         let sources = longest(selectors, &dst);
-        sources.and_then(|sources| longest(sources, &src)) == Some(&true)
+        let found = sources.and_then(|sources| longest(sources, &src));
+        found.copied().unwrap_or_default()
     }
 
     fn is_looked_up(policies: &[Policy], src: &str, dst: &str) -> bool {
@@ -164,6 +181,55 @@ mod tests {
         // A policy that selects ports never lets a packet pass for sure, and may protect any packet.
         policies[1].narrow = true;
         assert!(is_looked_up(&policies, "10.1.0.1", "10.2.8.1"));
+    }
+
+    #[test]
+    fn each_direction_counts_for_itself() {
+        const SURE: u32 = SourceKey::SURELY_FORWARD | SourceKey::PROTECTED_FORWARD;
+        let narrow = |policy: Policy| Policy {
+            narrow: true,
+            ..policy
+        };
+        let of = |direction, priority, protects| {
+            policy(direction, priority, "10.1.0.0/16", "10.2.0.0/16", protects)
+        };
+        for (wanted, policies) in [
+            (1, vec![of(0, 5, true)]),
+            (SourceKey::PROTECTED_OUT, vec![of(1, 5, true)]),
+            (SURE, vec![of(2, 5, true)]),
+            (SURE | 3, (0..3).map(|n| of(n, 5, true)).collect()),
+            // A policy that may not cover the packet.
+            (4, vec![narrow(of(2, 5, true))]),
+            (SURE, vec![of(2, 5, true), narrow(of(2, 1, true))]),
+            (4, vec![of(2, 5, true), narrow(of(2, 1, false))]),
+            (SURE, vec![of(2, 5, true), narrow(of(2, 6, false))]),
+            // The older one is first.
+            (4, vec![of(2, 5, true), of(2, 5, false)]),
+            (0, vec![of(2, 5, true), of(2, 4, false)]),
+        ] {
+            let selectors = selectors(&policies).unwrap();
+            let [src, dst] = ["10.1.2.3", "10.2.3.4"].map(|addr| addr.parse().unwrap());
+            assert_eq!(protection_of(&selectors, src, dst), wanted, "{policies:?}");
+            assert_eq!(protection_of(&selectors, dst, src), 0, "{policies:?}");
+        }
+        // A narrow policy within another one's networks.
+        let policies = [
+            of(2, 5, true),
+            narrow(policy(2, 1, "10.1.9.0/24", "10.2.9.0/24", false)),
+        ];
+        let selectors = selectors(&policies).unwrap();
+        for (src, dst, wanted) in [
+            ("10.1.9.1", "10.2.9.1", 4),
+            ("10.1.8.1", "10.2.9.1", SURE),
+            ("10.1.9.1", "10.2.8.1", SURE),
+        ] {
+            let [src, dst] = [src, dst].map(|addr| addr.parse().unwrap());
+            assert_eq!(
+                protection_of(&selectors, src, dst),
+                wanted,
+                "{src} to {dst}"
+            );
+        }
     }
 
     #[test]

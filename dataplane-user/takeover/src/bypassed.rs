@@ -3,9 +3,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kernel::netfilter::{Chain, Verdict};
+use kernel::netfilter::{Base, Chain, OUTPUT, Verdict};
 
-use super::owners::{self, KUBE_PROXY, OURS, Owner};
+use super::owners::{self, KUBE_PROXY, KUBELET, OURS, Owner};
 
 /// Maximum number of chains that a message names for each owner.
 const NAMED: usize = 3;
@@ -62,22 +62,31 @@ pub fn named(chains: &[Chain]) -> Option<String> {
 
 /// Names the base chains, with their owners, behind which packets meet anything but rules that accept them.
 pub fn busy(chains: &[Chain]) -> Vec<String> {
-    let found = find(chains, |does| {
+    let found = find(chains, is_bypassed, |does| {
         matches!(does, Verdict::Refuse | Verdict::Act)
     });
     found.iter().map(Found::name).collect()
 }
 
 /// Whether packets of no service have to pass the chains all the same: rules only count them, or are kube-proxy's that drop what
-/// conntrack does not know.
+/// conntrack does not know, or refuse packets that the node sends, which may be ICMP errors about packets that conntrack does not know.
 pub fn bar_bypass(chains: &[Chain]) -> bool {
-    let counting = find(chains, |does| matches!(does, Verdict::Count));
+    let counting = find(chains, is_bypassed, |does| matches!(does, Verdict::Count));
+    let is_output = |base: &Base| base.hook == OUTPUT;
+    let at_output = find(chains, is_output, |does| matches!(does, Verdict::Refuse));
+    // kubelet's rules are about packets to loopback only.
+    let at_output = at_output.iter().any(|found| found.owner != Some(KUBELET));
     let refuses = |chain: &Chain| {
         let does = || chain.rules.iter().flat_map(|rule| &rule.does);
         owners::of_chain(&chain.name) == Some(KUBE_PROXY)
             && does().any(|does| *does == Verdict::Refuse)
     };
-    !counting.is_empty() || chains.iter().any(refuses)
+    !counting.is_empty() || at_output || chains.iter().any(refuses)
+}
+
+/// Whether the packet path bypasses the chain.
+fn is_bypassed(base: &Base) -> bool {
+    base.hook != OUTPUT
 }
 
 /// Returns the text of [`named`] followed by [`REMEDY`].
@@ -92,12 +101,12 @@ pub const REMEDY: &str = "with packets.path auto or stack (--packet-path) such f
 
 /// Finds the owners whose rules refuse packets.
 fn refusing(chains: &[Chain]) -> Vec<Found> {
-    find(chains, |does| matches!(does, Verdict::Refuse))
+    find(chains, is_bypassed, |does| matches!(does, Verdict::Refuse))
 }
 
-/// Finds the owners whose rules have such a verdict, or whose base chain drops packets, once for each base chain. Skips
-/// kube-proxy and the dataplane itself.
-fn find(chains: &[Chain], counts: fn(&Verdict) -> bool) -> Vec<Found> {
+/// Finds the owners whose rules behind such base chains have such a verdict, or whose base chain drops packets, once for each base
+/// chain. Skips kube-proxy and the dataplane itself.
+fn find(chains: &[Chain], at: fn(&Base) -> bool, counts: fn(&Verdict) -> bool) -> Vec<Found> {
     let mut tables: BTreeMap<&str, BTreeMap<&str, &Chain>> = BTreeMap::new();
     for chain in chains {
         tables
@@ -107,7 +116,10 @@ fn find(chains: &[Chain], counts: fn(&Verdict) -> bool) -> Vec<Found> {
     }
     let mut found = Vec::new();
     for (table, chains) in &tables {
-        for base in chains.values().filter(|chain| chain.base.is_some()) {
+        for base in chains
+            .values()
+            .filter(|chain| chain.base.is_some_and(|base| at(&base)))
+        {
             let mut owners: BTreeMap<Option<&Owner>, Found> = BTreeMap::new();
             let mut entry = |owner: Option<&'static Owner>, add: &dyn Fn(&mut Found)| {
                 let new = || Found {
@@ -175,7 +187,7 @@ fn owner(table: &str, chain: &str) -> Option<&'static Owner> {
 
 #[cfg(test)]
 mod tests {
-    use kernel::netfilter::{Base, Rule};
+    use kernel::netfilter::Rule;
 
     use super::*;
 
@@ -294,6 +306,36 @@ mod tests {
             busy(&dropping),
             ["iptables-legacy filter FORWARD (owner unknown)"]
         );
+    }
+
+    #[test]
+    fn rules_for_the_nodes_own_packets_bar_the_bypass_alone() {
+        let output = |drops, does: &[Verdict]| {
+            let mut chain = chain(FILTER, "OUTPUT", Some(drops), does);
+            chain.base = chain.base.map(|base| Base {
+                hook: OUTPUT,
+                ..base
+            });
+            chain
+        };
+        let refuses = |name| chain(FILTER, name, None, &[Verdict::Refuse]);
+        for (bars, chains) in [
+            (false, vec![output(false, &[])]),
+            (false, vec![output(false, &[Verdict::Act])]),
+            (true, vec![output(true, &[])]),
+            (true, vec![output(false, &[Verdict::Refuse])]),
+            (true, vec![output(false, &[jump("mine")]), refuses("mine")]),
+            (
+                false,
+                vec![
+                    output(false, &[jump("KUBE-FIREWALL")]),
+                    refuses("KUBE-FIREWALL"),
+                ],
+            ),
+        ] {
+            assert_eq!(bar_bypass(&chains), bars, "{chains:?}");
+            assert_eq!((busy(&chains), of(&chains)), (vec![], vec![]));
+        }
     }
 
     #[test]

@@ -2,20 +2,21 @@
 //! which packets pass the stack.
 
 use std::{
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, SocketAddr, TcpStream},
     thread,
     time::Duration,
 };
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use dataplane_tests::{Host, Lab};
 use nix::sys::socket::{setsockopt, sockopt};
 
 use crate::{
     cluster::{Cluster, POD_CIDRS, TCP, UDP, eventually, reaches, serve},
+    differential::world::unlimited_icmp,
     iptables::load,
     manifest::Config,
-    sockets::{address, udp},
+    sockets::{address, bytes, tcp, transfer, udp},
     stack::{PLUGIN, Tracked, takes, tracked},
 };
 
@@ -26,6 +27,8 @@ scenarios! {
     connections_to_host_ports_of_others_are_translated_back,
     pods_that_rules_exchange_stay_exchanged,
     errors_come_from_the_stack,
+    errors_of_routers_reach_connections_that_bypass_rules_that_came_later,
+    errors_of_the_node_pass_its_rules,
     rules_that_only_count_see_all_packets,
     the_switch_is_off,
 }
@@ -203,6 +206,82 @@ fn errors_come_from_the_stack() -> Result<()> {
         );
         Ok(())
     })
+}
+
+/// Gives a node's way to a pod of another node a small MTU, which no other host knows.
+fn narrow(node: &Host, to: &Host, via: &[String]) -> Result<()> {
+    for (v4, via) in [true, false].into_iter().zip(via) {
+        let to = address(to, v4);
+        node.ip(&format!("route replace {to} {via} mtu lock 1280"))?;
+    }
+    Ok(())
+}
+
+/// Begins a connection that bypasses node2's stack.
+fn bypassing(lab: &Lab, from: &Host, to: &Host, v4: bool) -> Result<TcpStream> {
+    let ends = [address(from, v4), address(to, v4)];
+    for _ in 0..5 {
+        let before = known(lab, ends)?;
+        let stream = tcp(from, SocketAddr::new(ends[1], TCP))?;
+        if known(lab, ends)? == before {
+            return Ok(stream);
+        }
+    }
+    bail!("each connection {ends:?} passes the stack")
+}
+
+/// A router behind the node reports that packets of a connection are too large. As beside kube-proxy, rules drop what conntrack does not
+/// know; but conntrack would know what such an error is about, had it seen the connection.
+fn errors_of_routers_reach_connections_that_bypass_rules_that_came_later() -> Result<()> {
+    const LATER: &str = "table inet late { chain KUBE-FORWARD { ct state invalid counter drop; }\n\
+        chain forward { type filter hook forward priority filter; policy accept\njump KUBE-FORWARD; }\n}";
+    let cluster = start(&[])?;
+    let lab = &cluster.lab;
+    let (sleep, far, router) = (lab.pod("sleep"), lab.pod("far"), lab.node("node1"));
+    unlimited_icmp(router)?;
+    narrow(
+        router,
+        far,
+        &["dev veth-far".to_owned(), "dev veth-far".to_owned()],
+    )?;
+    let streams = [true, false].map(|v4| bypassing(lab, sleep, far, v4));
+    load(lab.node("node2"), "nft -f -", LATER)?;
+    eventually(|| {
+        let status = cluster.status()?;
+        ensure!(status["bypass"] == false, "{status:#}");
+        Ok(())
+    })?;
+    for stream in streams {
+        let who = transfer(&stream?, &bytes(300_000, 5))?;
+        ensure!(who == "far", "{who} answered");
+    }
+    Ok(())
+}
+
+/// The node itself reports it, and its rules for packets that it sends drop what conntrack does not know.
+fn errors_of_the_node_pass_its_rules() -> Result<()> {
+    const OUTPUT: &str = "table inet own { chain output { type filter hook output priority filter; policy accept\n\
+        ct state invalid counter drop; }\n}";
+    let cluster = start(&[])?;
+    let lab = &cluster.lab;
+    let (sleep, far, node) = (lab.pod("sleep"), lab.pod("far"), lab.node("node2"));
+    unlimited_icmp(node)?;
+    load(node, "nft -f -", OUTPUT)?;
+    eventually(|| {
+        let status = cluster.status()?;
+        let path = &status["packet_path"];
+        ensure!(status["bypass"] == false && path == "fast", "{status:#}");
+        Ok(())
+    })?;
+    let via = [true, false].map(|v4| format!("via {}", address(lab.node("node1"), v4)));
+    narrow(node, far, &via)?;
+    for v4 in [true, false] {
+        flows(sleep, far, v4, address(sleep, v4))?;
+        let stream = tcp(sleep, SocketAddr::new(address(far, v4), TCP))?;
+        let who = transfer(&stream, &bytes(300_000, 5))?;
+        ensure!(who == "far", "{who} answered");
+    }
+    Ok(())
 }
 
 fn rules_that_only_count_see_all_packets() -> Result<()> {

@@ -50,11 +50,11 @@ fn run(node: &Host, script: &str) -> Result<()> {
     Ok(())
 }
 
-/// Returns how packets are delivered to the pod's interface, and the output of `status` about it.
-fn delivery(cluster: &Cluster) -> Result<(String, Vec<String>)> {
+/// Returns how packets are delivered to a pod's interface, and the output of `status` about it.
+fn delivery(cluster: &Cluster, interface: &str) -> Result<(String, Vec<String>)> {
     let status = cluster.status()?;
     let all = status["interfaces"].as_array().context("interfaces")?;
-    let pod = all.iter().find(|i| i["name"] == POD_SIDE);
+    let pod = all.iter().find(|i| i["name"] == interface);
     let pod = pod.context("the pod's interface")?;
     let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let others = pod["egress_of_others"].as_array().context("others")?;
@@ -115,17 +115,22 @@ impl World {
         eventually(|| self.is_in_the_way()).context(name.to_owned())?;
         let took = begins.elapsed();
         ensure!(took < Duration::from_secs(30), "{name}: {took:?}");
-        let (how, others) = delivery(&self.cluster)?;
+        let (how, others) = delivery(&self.cluster, POD_SIDE)?;
         ensure!(
             how == "egress" && others.iter().any(|other| other.contains(said)),
             "{name}: {how} {others:?}"
+        );
+        let (how, others) = delivery(&self.cluster, "veth-sleep")?;
+        ensure!(
+            how == "peer" && others.is_empty(),
+            "{name}, at another pod: {how} {others:?}"
         );
         Ok(())
     }
 
     fn is_gone(&self, name: &str) -> Result<()> {
         eventually(|| {
-            let (how, others) = delivery(&self.cluster)?;
+            let (how, others) = delivery(&self.cluster, POD_SIDE)?;
             ensure!(
                 how == "peer" && others.is_empty(),
                 "{name}: {how} {others:?}"

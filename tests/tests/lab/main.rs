@@ -302,6 +302,7 @@ const ALL: &[&[Scenario]] = &[
     stack::POLICIES,
     stack::FIREWALLS,
     stack::FORGED,
+    stack::IPSEC,
     stack::SEEN,
     iptables::SCENARIOS,
     own_rules::SCENARIOS,

@@ -9,7 +9,7 @@ use anyhow::Context as _;
 use dataplane_common::{
     Addr, Port, Protocol, Reason, VipWords, decide,
     first::{self, Fact},
-    packet::{FlowKey, Iface},
+    packet::{FlowKey, Iface, SourceKey},
     tables::{Endpoint, Pool},
 };
 use kernel::{
@@ -334,7 +334,7 @@ fn barred(
         let denies = |mesh: &Mesh| !first::admits_service(mesh, key, pool.block, &endpoint);
         if live.mesh.is_some_and(denies) {
             found.push(Reason::EgressDenied);
-        } else if !live.packet.is_through_stack() && is_protected(live, key, &endpoint.addr)? {
+        } else if is_protected(live, key, &endpoint.addr)? {
             found.push(Reason::IpsecPolicy);
         }
     }
@@ -349,16 +349,23 @@ fn barred(
     Ok(found.first().copied().filter(|_| is_all))
 }
 
-/// Returns whether IPsec policies forbid the flow to an endpoint.
+/// Returns whether the programs refuse the flow to an endpoint because of IPsec policies.
 fn is_protected(live: &Live<'_>, key: &FlowKey, endpoint: &Addr) -> anyhow::Result<bool> {
     let mut fault = None;
-    let found = first::is_protected(key, endpoint, |src, dst| {
-        let said = live.packet.protects(*src, *dst);
+    let mut protection = |src: &Addr, dst: &Addr| {
+        let said = live.packet.protection(*src, *dst);
         said.unwrap_or_else(|error| {
             fault = Some(error);
-            true
+            SourceKey::PROTECTED
         })
-    });
+    };
+    let found = if live.packet.is_through_stack() {
+        first::escapes(key, endpoint, protection)
+    } else {
+        first::is_protected(key, endpoint, |src, dst| {
+            protection(src, dst) & SourceKey::PROTECTED != 0
+        })
+    };
     fault.map_or(Ok(found), |error| Err(error.into()))
 }
 

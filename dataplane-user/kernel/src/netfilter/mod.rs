@@ -32,10 +32,10 @@ pub struct Chain {
     pub rules: Vec<Rule>,
 }
 
-/// The place of a chain in the way of every packet that the stack forwards.
+/// The place of a chain in the way of every packet that the stack forwards, or that the node sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Base {
-    /// The hook, such as `forward`.
+    /// The hook, such as `forward` or [`OUTPUT`].
     pub hook: &'static str,
     /// Whether a packet is dropped that no rule has decided on.
     pub drops: bool,
@@ -62,8 +62,11 @@ pub enum Verdict {
     Jump(String),
 }
 
-/// The hooks that forwarded packets pass, and that the packet path bypasses.
-const BYPASSED: [&str; 3] = ["prerouting", "forward", "postrouting"];
+/// The hooks that forwarded packets pass, and that the packet path bypasses; and [`OUTPUT`].
+const BYPASSED: [&str; 4] = ["prerouting", "forward", "postrouting", OUTPUT];
+
+/// The hook of packets that the node sends, such as ICMP errors about packets that it forwards.
+pub const OUTPUT: &str = "output";
 
 /// Every chain of the tables that have one at these hooks. Leaves out tables that only translate addresses, and
 /// kube-proxy's table of nf_tables: they may have very many rules.

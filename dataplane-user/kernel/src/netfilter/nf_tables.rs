@@ -70,7 +70,7 @@ pub fn delete_table(family: &str, name: &str) -> io::Result<bool> {
     }
 }
 
-/// Every chain of the tables that have one at a hook that the packet path bypasses, except those of type `nat`.
+/// Every chain of the tables that have one at one of [`BYPASSED`], except those of type `nat`.
 pub fn chains() -> io::Result<Vec<Chain>> {
     as_a_whole(read)
 }
@@ -372,6 +372,7 @@ mod tests {
         assert_eq!(of(1, 0, "filter").unwrap().base, base("prerouting"));
         assert_eq!(of(2, 0, "nat").unwrap().base, None);
         assert_eq!(of(10, 1, "filter").unwrap().base, None);
+        assert_eq!(of(10, 3, "filter").unwrap().base, base("output"));
         assert_eq!(of(7, FORWARD, "filter"), None, "a bridge's");
     }
 

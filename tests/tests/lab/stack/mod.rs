@@ -6,6 +6,7 @@
 mod changes;
 mod firewalls;
 mod forged;
+mod ipsec;
 mod policies;
 mod seen;
 
@@ -17,6 +18,7 @@ pub use self::{
     changes::SCENARIOS as CHANGES,
     firewalls::SCENARIOS as FIREWALLS,
     forged::SCENARIOS as FORGED,
+    ipsec::SCENARIOS as IPSEC,
     policies::SCENARIOS as POLICIES,
     seen::{SCENARIOS as SEEN, Tracked, tracked},
 };
