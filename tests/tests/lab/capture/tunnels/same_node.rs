@@ -156,11 +156,17 @@ pub fn two_workloads_of_a_node_need_no_tunnel_with_attest() -> Result<()> {
         eventually(|| reaches(other, TO[0], "http", &["near"]).map(drop))?;
         let report = ask(app, TO[0], "http")?;
         ensure!(report.answered == 0, "{report:?}");
+        let is_tunnelled = world.is_tunnelled(&taps)?;
+        ensure!(is_tunnelled != is_attested, "{same_node}: {is_tunnelled}");
+        eventually(|| {
+            let metrics = Metrics::scrape(world.lab.node("node1"))?;
+            let open = metrics.sum("dataplane_proxy_connections", &[]);
+            ensure!(open < 0.5, "{same_node}: {open} are open");
+            Ok(())
+        })?;
         forbidden.close_stdin();
         let report: Report = forbidden.wait_json()?;
         ensure!(report.errors.contains_key("ECONNRESET"), "{report:?}");
-        let is_tunnelled = world.is_tunnelled(&taps)?;
-        ensure!(is_tunnelled != is_attested, "{same_node}: {is_tunnelled}");
     }
     Ok(())
 }
