@@ -150,7 +150,9 @@ pub fn two_workloads_of_a_node_need_no_tunnel_with_attest() -> Result<()> {
         ensure!(log.contains(" security=attested ") == is_attested, "{log}");
         // After the metrics, which go over the node's loopback interface in plaintext.
         let taps = [tap(world.lab.node("node1"))?];
-        lived(app.hold("10.244.1.9:7")?)?;
+        let held = app.hold("10.244.1.9:7")?;
+        reaches(app, TO[0], "http --count 5", &["near"])?;
+        lived(held)?;
         let mut forbidden = app.hold("10.244.1.9:7")?;
         world.allow("other")?;
         eventually(|| reaches(other, TO[0], "http", &["near"]).map(drop))?;
