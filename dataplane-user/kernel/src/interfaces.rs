@@ -106,7 +106,7 @@ pub fn way_to(addr: IpAddr) -> io::Result<Option<u32>> {
 }
 
 /// Like [`way_to`], in the network namespace in which the socket was opened.
-pub fn way_by(netlink: &mut Netlink, addr: IpAddr) -> io::Result<Option<u32>> {
+pub(crate) fn way_by(netlink: &mut Netlink, addr: IpAddr) -> io::Result<Option<u32>> {
     let way = way_out(netlink, addr)?;
     Ok(way.filter(|way| !way.has_another_hop).map(|way| way.index))
 }

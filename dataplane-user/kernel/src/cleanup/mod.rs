@@ -94,7 +94,7 @@ fn remove_tables(dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
 }
 
 /// Removes our objects in one layout's directory.
-pub fn remove_layout(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
+pub(crate) fn remove_layout(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let mut items = Vec::new();
     items.extend(tc::remove_links(layout, dry_run)?);
     for (sub, wanted) in [("links", ObjectKind::Link), ("maps", ObjectKind::Map)] {

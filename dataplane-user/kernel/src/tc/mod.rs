@@ -22,13 +22,13 @@ pub use self::{
     attachments::{InterfaceAttachment, attachments},
     egress::{egress_of_others, has_programs_after_ours, ingress_of_others},
     programs::{CaptureProgram, PacketPrograms},
-    removal::{keep_no_capture, keep_none, remove_filters, remove_links},
 };
 use super::{
     error::{Doing, Error},
     pins::Pins,
     sys::{self, LinkInfo, LinkTarget},
 };
+pub(crate) use removal::{keep_no_capture, keep_none, remove_filters, remove_links};
 
 /// The kinds of attachment to interfaces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -121,7 +121,7 @@ fn is_used(filters: &Filters, of: &[Direction], ifindex: u32) -> bool {
 }
 
 /// Whether a program of the packet path is on any interface.
-pub fn any(pins: &Pins) -> Result<bool, Error> {
+pub(crate) fn any(pins: &Pins) -> Result<bool, Error> {
     for (path, direction, _) in links(&pins.layout()) {
         if Direction::ALL.contains(&direction)
             && ours(&path, direction)?.is_some_and(|(_, link)| link.is_attached())

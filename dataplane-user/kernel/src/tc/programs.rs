@@ -38,7 +38,7 @@ pub struct PacketPrograms {
 
 impl PacketPrograms {
     /// Takes loaded programs. `hook`: the kind of attachment; `None`: the best that this kernel has.
-    pub fn new(
+    pub(crate) fn new(
         ingress: OwnedFd,
         egress: OwnedFd,
         hook: Option<Hook>,
@@ -69,7 +69,7 @@ impl PacketPrograms {
     /// Attaches the programs to exactly these interfaces. Replaces our older programs in place, and restores programs
     /// of ours that another process removed. Returns the failures, which do not stop the rest of the work. `done` is
     /// called for each interface as soon as its work is finished.
-    pub fn attach(
+    pub(crate) fn attach(
         &mut self,
         pins: &Pins,
         wanted: &BTreeSet<u32>,
@@ -139,7 +139,7 @@ impl PacketPrograms {
 
     /// Replaces the filters of one such interface by links. For a moment both are attached: the second program leaves
     /// packets alone that the first program has decided about.
-    pub fn replace_one_provisional(&mut self, pins: &Pins) -> Result<(), Error> {
+    pub(crate) fn replace_one_provisional(&mut self, pins: &Pins) -> Result<(), Error> {
         let Some(ifindex) = self.provisional.pop_first() else {
             return Ok(());
         };
@@ -181,7 +181,7 @@ pub struct CaptureProgram(Program);
 
 impl CaptureProgram {
     /// Takes a loaded program. `hook`: the kind of attachment; `None`: the best that this kernel has.
-    pub fn new(program: OwnedFd, hook: Option<Hook>) -> Result<Self, Error> {
+    pub(crate) fn new(program: OwnedFd, hook: Option<Hook>) -> Result<Self, Error> {
         let hook = hook.unwrap_or_else(Hook::of_kernel);
         // With any order of the packet path, it has to be before the packet path's program.
         let program = Program::new(program, Direction::Capture, hook, Order::First)?;
@@ -190,7 +190,7 @@ impl CaptureProgram {
 
     /// Attaches the program to exactly these interfaces, before the packet path's programs. Returns the failures on
     /// interfaces, with the reasons.
-    pub fn attach(
+    pub(crate) fn attach(
         &self,
         pins: &Pins,
         wanted: &BTreeSet<u32>,

@@ -6,12 +6,12 @@ use super::{Direction, Filters, clsact::Clsact, detach, is_used, links, name, ou
 use crate::{cleanup::CleanupItem, error::Error, pins::Pins, sys::LinkTarget};
 
 /// Removes the packet path's programs from every interface, as [`PacketPrograms::attach`] with none.
-pub fn keep_none(pins: &Pins) -> Result<Vec<String>, Error> {
+pub(crate) fn keep_none(pins: &Pins) -> Result<Vec<String>, Error> {
     keep_none_of(pins, &Direction::ALL)
 }
 
 /// Removes mesh capture's program from every interface.
-pub fn keep_no_capture(pins: &Pins) -> Result<Vec<String>, Error> {
+pub(crate) fn keep_no_capture(pins: &Pins) -> Result<Vec<String>, Error> {
     keep_none_of(pins, &Direction::CAPTURE)
 }
 
@@ -56,7 +56,7 @@ pub(super) fn elsewhere(
 }
 
 /// Removes the TCX links of one layout. With `dry_run`, only lists them.
-pub fn remove_links(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
+pub(crate) fn remove_links(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let mut items = Vec::new();
     for (path, direction, ifindex) in links(layout) {
         // The code that lists the other pins names foreign objects.
@@ -85,7 +85,7 @@ pub fn remove_links(layout: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Er
 
 /// Removes our filters, and the qdiscs that were made for them and have no other filters. With `dry_run`, only lists
 /// them.
-pub fn remove_filters(root: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
+pub(crate) fn remove_filters(root: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
     let mut items = Vec::new();
     let mut clsact = Clsact::open(root)?;
     for filter in clsact.ours()?.values() {
