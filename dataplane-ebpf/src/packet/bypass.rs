@@ -91,39 +91,33 @@ fn look(s: &Scratch) -> Option<Bypass> {
     BYPASS.get_ptr(&s.bypass).map(|found| unsafe { *found })
 }
 
-/// Finds the flow with this key among those that bypass the stack, and the interface by which a packet leaves that arrives like the
-/// present one. The packet has the key, or is an ICMP error about a packet in the reverse direction.
-#[inline(always)]
-fn find<'a>(skb: Skb, s: &mut Scratch, key: &FlowKey) -> Option<(&'a mut Bypass, u32)> {
+/// Whether the packet belongs to a flow that bypasses the stack. If so, its way is known.
+#[inline(never)]
+pub fn is_known(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
     if flags() & PacketConfig::BYPASS == 0
         || s.packet.fragment != WHOLE
+        || s.packet.is_syn()
         || skb.kind() != PACKET_HOST
-        || may_be_of_service(key)
+        || may_be_of_service(&s.packet.key)
     {
-        return None;
+        return false;
     }
-    let from = write_key(s, key);
+    let key = s.packet.key;
+    let from = write_key(s, &key);
+    let Some(place) = BYPASS.get_ptr_mut(&s.bypass) else {
+        return false;
+    };
     // SAFETY: as in `look`.
-    let found = unsafe { &mut *BYPASS.get_ptr_mut(&s.bypass)? };
+    let found = unsafe { &mut *place };
     let [first, second] = found.interfaces;
     let (arrives, leaves) = if from == 0 {
         (first, second)
     } else {
         (second, first)
     };
-    (arrives == skb.ifindex()).then_some((found, leaves))
-}
-
-/// Whether the packet belongs to a flow that bypasses the stack. If so, its way is known.
-#[inline(never)]
-pub fn is_known(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
-    if s.packet.is_syn() {
+    if arrives != skb.ifindex() {
         return false;
     }
-    let key = s.packet.key;
-    let Some((found, leaves)) = find(skb, s, &key) else {
-        return false;
-    };
     if !s.packet.is_tcp() {
         if !found.is_recent(now()) {
             return false;
@@ -143,9 +137,28 @@ pub fn way_of_error(skb: Skb, s: &mut Scratch, back: &FlowKey) -> u32 {
     if !s.packet.is_v4() && s.packet.key.src.is_link_local() {
         return 0;
     }
-    match find(skb, s, back) {
-        Some((found, leaves)) if back.protocol == Protocol::TCP || found.is_recent(now()) => leaves,
-        _ => 0,
+    if flags() & PacketConfig::BYPASS == 0
+        || s.packet.fragment != WHOLE
+        || skb.kind() != PACKET_HOST
+        || may_be_of_service(back)
+    {
+        return 0;
+    }
+    let from = write_key(s, back);
+    let Some(found) = look(s) else {
+        return 0;
+    };
+    let [first, second] = found.interfaces;
+    let (arrives, leaves) = if from == 0 {
+        (first, second)
+    } else {
+        (second, first)
+    };
+    let is_there = back.protocol == Protocol::TCP || found.is_recent(now());
+    if is_there && arrives == skb.ifindex() {
+        leaves
+    } else {
+        0
     }
 }
 
