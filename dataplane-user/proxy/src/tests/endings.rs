@@ -229,6 +229,15 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
+/// Connects with little room for bytes that the proxy does not read.
+fn connect_little(to: SocketAddr) -> TcpStream {
+    let stream = connect(to);
+    SockRef::from(&stream)
+        .set_send_buffer_size(16 << 10)
+        .unwrap();
+    stream
+}
+
 /// Writes what the reader takes now, and returns the number of bytes. The proxy may have ended the connection.
 fn fill(mut stream: &TcpStream, chunk: &[u8]) -> usize {
     stream.set_nonblocking(true).unwrap();
@@ -279,7 +288,7 @@ fn readers_that_stall_cost_their_own_workload_its_connections() {
             egress: Egress::Allow,
         })
         .unwrap();
-    let slow = connect(vip);
+    let slow = connect_little(vip);
     let slow_server = accept(&listener);
     let (chunk, mut sent) = (vec![7; 64 << 10], 0);
     let held = || proxy.engines.shared().held();
@@ -290,7 +299,7 @@ fn readers_that_stall_cost_their_own_workload_its_connections() {
     // How many bytes a connection holds depends on the sizes of the reads before: so there are as many as it takes.
     let (mut hogs, stalled) = (Vec::new(), || proxy.observer().stalled());
     until("some of the hog's connections were ended", || {
-        hogs.extend((0..20).map(|_| (connect(other_vip), accept(&listener))));
+        hogs.extend((0..4).map(|_| (connect_little(other_vip), accept(&listener))));
         for (client, _) in &hogs {
             fill(client, &chunk);
         }

@@ -189,8 +189,8 @@ fn arrived(world: &mut World, key: Key, reads: usize) {
     }
 }
 
-#[test]
-fn a_connection_with_more_to_do_waits_for_its_turn_once() {
+/// A worker that reads little at a time, and a connection that has more to do than fits a turn.
+fn with_more() -> (World, TcpStream, TcpStream, Key) {
     let mut world = World::new(Settings {
         max_held: 100_000,
         ..Settings::default()
@@ -199,13 +199,19 @@ fn a_connection_with_more_to_do_waits_for_its_turn_once() {
     let front = endpoint().0;
     let socket = socket2::SockRef::from(&front);
     socket.set_recv_buffer_size(400_000).unwrap();
-    let (mut client, _server, key) = world.established(&app, &front);
-    // So the worker reads little at a time.
-    let held = world.worker.buffers.hold(0, 60_000);
+    let (mut client, server, key) = world.established(&app, &front);
+    // It stays until the worker ends.
+    world.worker.buffers.hold(0, 60_000);
     client.write_all(&vec![0; 9 * SMALL]).unwrap();
     world.end(key, Side::Client).readable = true;
     arrived(&mut world, key, 9);
     world.worker.drive(key);
+    (world, client, server, key)
+}
+
+#[test]
+fn a_connection_with_more_to_do_waits_for_its_turn_once() {
+    let (mut world, mut client, _server, key) = with_more();
     let queued = |world: &mut World| {
         let waits = world.worker.table.get_mut(key).unwrap().queued;
         (waits, world.worker.queue.len())
@@ -215,7 +221,23 @@ fn a_connection_with_more_to_do_waits_for_its_turn_once() {
     arrived(&mut world, key, 9);
     world.worker.drive(key);
     assert_eq!(queued(&mut world), (true, 1));
-    world.worker.buffers.release(held);
+}
+
+#[test]
+fn the_turn_of_a_connection_comes_without_an_event() {
+    let (mut world, client, mut server, _) = with_more();
+    let mut events: Vec<Event> = Vec::with_capacity(EVENTS);
+    let spare = rustix::buffer::spare_capacity(&mut events);
+    let at_once = Some(&Timespec::default());
+    epoll::wait(&world.worker.epoll, spare, at_once).unwrap();
+    // A clock that never wakes it. The worker ends with its last connection.
+    world.worker.clock = Clock::new().unwrap();
+    world.worker.drain = Some(world.worker.clock.now + Duration::from_hours(1));
+    let World { worker, .. } = world;
+    let running = thread::spawn(move || worker.run());
+    server.read_exact(&mut vec![0; 9 * SMALL]).unwrap();
+    drop((client, server));
+    running.join().unwrap();
 }
 
 #[test]

@@ -131,6 +131,22 @@ fn a_client_that_has_said_nothing_sends_nothing() {
     assert_eq!(world.end(key, Side::Endpoint).haste, Haste::Unsent);
 }
 
+/// A handshake that waits for the client's bytes would hold up a server that speaks first, by 200 ms.
+#[test]
+fn an_endpoint_learns_at_once_of_a_client_that_says_nothing() {
+    let (mut world, app, front) = world();
+    let (listener, at) = endpoint();
+    world.learn([service_at(&front, &[at])]);
+    let times = (0..10).map(|_| {
+        let start = Instant::now();
+        let _client = world.begin(&app, &front);
+        accept(&listener);
+        start.elapsed()
+    });
+    let least = times.min().unwrap();
+    assert!(least < Duration::from_millis(150), "{least:?}");
+}
+
 /// The kernel has no memory for the events of another socket.
 #[test]
 fn a_socket_whose_events_are_not_reported_ends_its_connection() {
