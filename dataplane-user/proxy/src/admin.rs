@@ -138,3 +138,96 @@ async fn set_logging(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use axum::{body::Body, http::Request};
+    use http_body_util::BodyExt as _;
+    use model::Snapshot;
+    use threads::none_dies;
+    use tower::ServiceExt as _;
+
+    use super::*;
+    use crate::{Proxy, Settings, tests::observed::attach};
+
+    /// A level of the log that may be `debug` or `info`.
+    fn logging() -> Logging {
+        let level = Arc::new(Mutex::new("info".to_owned()));
+        let current = Arc::clone(&level);
+        Logging {
+            current: Arc::new(move || current.lock().unwrap().clone()),
+            set: Arc::new(move |to| {
+                if to != "debug" {
+                    return Err(format!("no level {to}"));
+                }
+                to.clone_into(&mut level.lock().unwrap());
+                Ok(())
+            }),
+        }
+    }
+
+    async fn ask(pages: &Router, method: &str, path: &str) -> (u16, String) {
+        let request = Request::builder().method(method).uri(path);
+        let request = request.body(Body::empty()).unwrap();
+        let response = pages.clone().oneshot(request).await.unwrap();
+        let status = response.status().as_u16();
+        let body = response.into_body().collect().await.unwrap().to_bytes();
+        (status, String::from_utf8(body.to_vec()).unwrap())
+    }
+
+    #[tokio::test]
+    async fn pages_show_the_proxy_and_one_changes_the_level_of_the_log() {
+        let proxy = Proxy::start(Settings::default(), &none_dies()).unwrap();
+        let observer = proxy.observer();
+        let logging = logging();
+        let pages = all(&observer, logging.clone(), Rights::Change);
+        let reading = all(&observer, logging, Rights::Read);
+        for (pages, method, path, status, wanted) in [
+            (&pages, "GET", "/", 200, "/config_dump"),
+            (
+                &pages,
+                "GET",
+                "/config_dump",
+                200,
+                "\"max_held_bytes\": 134217728",
+            ),
+            (
+                &pages,
+                "GET",
+                "/metrics",
+                200,
+                "dataplane_proxy_connections 0",
+            ),
+            (&pages, "GET", "/stats/prometheus", 200, "# EOF"),
+            (&pages, "GET", "/healthz/ready", 503, "not ready: services"),
+            (&pages, "GET", "/logging", 200, "info\n"),
+            (
+                &reading,
+                "POST",
+                "/logging?level=debug",
+                403,
+                "--admin-socket",
+            ),
+            (&reading, "GET", "/logging", 200, "info\n"),
+            (
+                &pages,
+                "POST",
+                "/logging?level=loud",
+                400,
+                "no level loud; try",
+            ),
+            (&pages, "POST", "/logging?level=debug", 200, "debug\n"),
+            (&reading, "GET", "/logging", 200, "debug\n"),
+        ] {
+            let answer = ask(pages, method, path).await;
+            let is_so = answer.0 == status && answer.1.contains(wanted);
+            assert!(is_so, "{method} {path}: {answer:?}");
+        }
+        proxy.set_snapshot(Snapshot::default());
+        attach(&proxy);
+        let ready = ask(&pages, "GET", "/healthz/ready").await;
+        assert_eq!(ready, (200, "ready\n".to_owned()));
+    }
+}

@@ -6,7 +6,6 @@
 //! accepts at this time, and the older proxy drains at once. An agent still has to load its programs: the older agent
 //! accepts until the newer agent reports that it serves ([`outcome`]). If the newer agent ends before that, the older
 //! agent can take the path back.
-//! agent can take its place back.
 
 use std::{
     fs,
@@ -352,6 +351,35 @@ mod tests {
         );
         // Other tests open some meanwhile.
         assert!(open() < before + 200, "descriptors are left");
+    }
+
+    #[test]
+    fn names_that_do_not_fit_a_message_are_refused() {
+        let file = fs::File::open("/dev/null").unwrap();
+        // Beside the number of sockets that are left, and two ends of lines.
+        for (length, is_sent) in [(NAMES - 3, true), (NAMES - 2, false)] {
+            let (one, other) = UnixStream::pair().unwrap();
+            let name = "n".repeat(length);
+            let sent = send(&one, &[(name.clone(), file.as_fd())], 0);
+            assert_eq!(sent.is_ok(), is_sent, "{length}");
+            if is_sent {
+                let (named, left) = receive(&other).unwrap();
+                assert!(named[0].0 == name && left == 0);
+            }
+        }
+    }
+
+    #[test]
+    fn a_path_that_cannot_be_used_is_an_error() {
+        let directory = tempfile::tempdir().unwrap();
+        let error = listen(directory.path()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::IsADirectory, "{error}");
+        let file = directory.path().join("file");
+        fs::write(&file, "").unwrap();
+        // Nobody listens there, and nobody ever can.
+        assert!(ask(&file).unwrap().is_none());
+        assert!(ask(&file.join("handover.sock")).is_err());
+        drop(listen(&file).unwrap());
     }
 
     #[test]

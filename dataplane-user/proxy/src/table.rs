@@ -83,3 +83,43 @@ impl Table {
             .filter_map(|(_, slot)| slot.as_deref_mut())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::worker::tests::connection;
+
+    #[test]
+    fn a_key_names_one_connection_and_none_that_has_its_number_later() {
+        let mut table = Table::default();
+        let mut keys = vec![];
+        for (round, generation) in [0, 1, 2, GENERATIONS, 0].into_iter().enumerate() {
+            if let Some(slot) = table.slots.first_mut() {
+                slot.0 = generation;
+            }
+            let key = table.insert(connection());
+            assert_eq!((key.number, key.generation), (0, generation));
+            assert_eq!((table.len(), table.iter_mut().count()), (1, 1));
+            assert!(table.iter().map(|(key, _)| key).eq([key]));
+            for old in keys.iter().filter(|old| **old != key) {
+                assert!(table.get_mut(*old).is_none() && table.remove(*old).is_none());
+            }
+            assert!(table.get_mut(key).is_some());
+            if round == 1 {
+                let other = table.insert(connection());
+                assert_eq!((other.number, table.len()), (1, 2));
+                assert!(table.remove(other).is_some());
+            }
+            assert!(table.remove(key).is_some() && table.get_mut(key).is_none());
+            assert_eq!((table.len(), table.iter_mut().count()), (0, 0));
+            let next = if generation == GENERATIONS {
+                0
+            } else {
+                generation + 1
+            };
+            assert_eq!(table.slots[0].0, next);
+            keys.push(key);
+        }
+        assert_eq!(GENERATIONS, 0x7fff_ffff, "31 bits, as a token has room for");
+    }
+}

@@ -2,11 +2,13 @@
 //! this machine's, and it listens on their ports.
 
 mod endings;
+mod inbound;
+pub(super) mod observed;
 
 use std::{
     io::{ErrorKind, Read as _, Write as _},
     net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream},
-    sync::{Arc, mpsc},
+    sync::{Arc, Mutex, mpsc},
     thread,
     time::Duration,
 };
@@ -22,8 +24,8 @@ use threads::none_dies;
 use super::*;
 
 /// Long enough for anything on loopback; a test that waits so long fails.
-const PATIENCE: Duration = Duration::from_secs(20);
-const VIP: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 10, 96, 1));
+pub(super) const PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const VIP: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 10, 96, 1));
 
 pub(super) fn service(vip: IpAddr, port: u16, endpoints: &[SocketAddr]) -> Service {
     let mut endpoints: Vec<Endpoint> = endpoints
@@ -46,6 +48,37 @@ fn workload() -> Arc<Workload> {
         WorkloadName::new("default", "client"),
         Place::Elsewhere,
     ))
+}
+
+/// An access log that the test reads.
+#[derive(Clone, Default)]
+pub(super) struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl Lines {
+    pub fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+
+    /// Returns the flags of all connections, sorted.
+    pub fn flags(&self) -> Vec<String> {
+        let text = self.text();
+        let flags = text
+            .split_whitespace()
+            .filter_map(|word| word.strip_prefix("flags="));
+        let mut flags: Vec<_> = flags.map(str::to_owned).collect();
+        flags.sort();
+        flags
+    }
+}
+
+impl Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// A proxy with one service, whose VIP and port is returned.
@@ -92,26 +125,26 @@ fn low(number: usize) -> u8 {
 }
 
 /// A listening socket of an endpoint.
-fn endpoint() -> (TcpListener, SocketAddr) {
+pub(super) fn endpoint() -> (TcpListener, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap();
     (listener, at)
 }
 
-fn accept(listener: &TcpListener) -> TcpStream {
+pub(super) fn accept(listener: &TcpListener) -> TcpStream {
     let (stream, _) = listener.accept().unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream
 }
 
-fn connect(to: SocketAddr) -> TcpStream {
+pub(super) fn connect(to: SocketAddr) -> TcpStream {
     let stream = TcpStream::connect(to).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream
 }
 
 /// Reads to the end: the bytes, or the error.
-fn ending(mut stream: &TcpStream) -> Result<Vec<u8>, ErrorKind> {
+pub(super) fn ending(mut stream: &TcpStream) -> Result<Vec<u8>, ErrorKind> {
     let mut read = Vec::new();
     match stream.read_to_end(&mut read) {
         Ok(_) => Ok(read),

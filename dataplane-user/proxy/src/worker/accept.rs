@@ -193,6 +193,7 @@ impl Worker {
         let routed = session.route(&self.index);
         self.load().add();
         let mut connection = Connection::new(session, socket);
+        connection.active = self.clock.ticks();
         if keeps_client {
             connection.share_port();
         }

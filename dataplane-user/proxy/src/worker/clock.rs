@@ -24,7 +24,7 @@ pub struct Clock {
     /// Wakes the worker at `alarm`. It is set every few seconds; a time limit of each wait would be set
     /// and taken back for each message.
     pub timer: OwnedFd,
-    alarm: Option<Instant>,
+    pub(super) alarm: Option<Instant>,
     start: Instant,
     /// The time, which is not read for each message: at most [`Worker::period`] old.
     pub now: Instant,

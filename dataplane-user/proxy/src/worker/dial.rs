@@ -1,6 +1,6 @@
 //! Connecting to endpoints.
 
-use std::{collections::VecDeque, io, time::Instant};
+use std::{collections::VecDeque, io, sync::Arc, time::Instant};
 
 use relay::{
     Direction, Flag, Way,
@@ -108,10 +108,15 @@ impl Worker {
         }
     }
 
-    /// Hands a connection over to the engine of tunnels, after the choice of its endpoint.
+    /// Hands a connection over to the engine of tunnels, after the choice of its endpoint. Without such an engine, refuses the
+    /// client.
     fn hand_over(&mut self, key: Key, first: usize) {
-        let (Some(connection), Some(tunnels)) = (self.table.remove(key), self.shared.tunnels.get())
-        else {
+        let shared = Arc::clone(&self.shared);
+        let Some(tunnels) = shared.tunnels.get() else {
+            self.finish(key, Flag::Tunnel, true);
+            return;
+        };
+        let Some(connection) = self.table.remove(key) else {
             return;
         };
         let handed = connection.hand_over(&mut self.buffers, first);

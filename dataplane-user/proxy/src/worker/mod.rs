@@ -10,6 +10,8 @@ mod dial;
 mod hold;
 mod policies;
 mod shed;
+#[cfg(test)]
+pub(super) mod tests;
 mod token;
 
 use std::{

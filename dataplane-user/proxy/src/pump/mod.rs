@@ -1,5 +1,8 @@
 //! The pump of one direction of a connection: it reads from one socket and writes to the other.
 
+#[cfg(test)]
+mod tests;
+
 use std::os::fd::OwnedFd;
 
 use relay::socket;
