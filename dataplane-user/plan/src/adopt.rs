@@ -12,7 +12,7 @@ use thiserror::Error;
 use super::{
     Contents,
     blocks::{self, Blocks, Damage},
-    mirror::{Mirror, NO_ENDPOINT, Slot, count, has_group},
+    mirror::{Mirror, Slot, count, has_group},
     wanted::{WantedKey, key_text},
 };
 
@@ -311,10 +311,5 @@ fn take_over_blocks(mirror: &mut Mirror) -> Result<(), AdoptError> {
         Damage::Overlap(first, second) => AdoptError::OverlappingBlocks { first, second },
         Damage::Misaligned(base) => AdoptError::MisalignedBlock { base },
     })?;
-    // A block's tail may lie beyond the last slot that was read.
-    let end = mirror.blocks.top() as usize;
-    if mirror.endpoints.len() < end {
-        mirror.endpoints.resize(end, NO_ENDPOINT);
-    }
     Ok(())
 }

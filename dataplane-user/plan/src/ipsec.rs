@@ -233,6 +233,17 @@ mod tests {
     }
 
     #[test]
+    fn a_policy_has_the_words_of_ip_xfrm_policy() {
+        for (direction, word) in [(0, "in"), (1, "out"), (2, "fwd")] {
+            let policy = policy(direction, 1, "10.1.0.0/16", "10.2.0.0/16", true);
+            assert_eq!(
+                policy.to_string(),
+                format!("{word} 10.1.0.0/16 to 10.2.0.0/16")
+            );
+        }
+    }
+
+    #[test]
     fn nothing_is_asked_where_nothing_is_protected() {
         let pass = policy(1, 10, "0.0.0.0/0", "0.0.0.0/0", false);
         assert_eq!(selectors(&[pass]), Some(Selectors::new()));

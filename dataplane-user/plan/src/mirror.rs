@@ -316,7 +316,7 @@ impl Mirror {
 }
 
 /// Contents of slots that were never written.
-pub(super) const NO_ENDPOINT: Endpoint = Endpoint::new(
+const NO_ENDPOINT: Endpoint = Endpoint::new(
     dataplane_common::Addr::UNSPECIFIED,
     dataplane_common::Port::ANY,
 );
@@ -364,15 +364,16 @@ impl Writes {
         self.drop_sources.sort_unstable();
         self.remove_sources.sort_unstable();
         let mut writes = self.endpoints;
-        writes.reserve_exact(
-            self.pools.len()
-                + self.inserts.len()
-                + self.replaces.len()
-                + self.removes.len()
-                + self.add_sources.len()
-                + self.drop_sources.len()
-                + self.remove_sources.len(),
-        );
+        let lens = [
+            self.pools.len(),
+            self.inserts.len(),
+            self.replaces.len(),
+            self.removes.len(),
+            self.add_sources.len(),
+            self.drop_sources.len(),
+            self.remove_sources.len(),
+        ];
+        writes.reserve_exact(lens.iter().sum());
         let add = |key| Write::AddSource { key };
         writes.extend(self.add_sources.into_iter().map(add));
         writes.append(&mut self.pools);

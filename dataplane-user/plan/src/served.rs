@@ -47,8 +47,8 @@ impl Served {
     /// Returns every pool in use after `after`, with its owner, in the order of the indices.
     pub fn pools_after(&self, after: u32) -> impl Iterator<Item = (u32, &Arc<PoolOwner>)> {
         let first = after.saturating_add(1);
-        let owners = (first..).zip(self.owners.iter().skip(first as usize));
-        owners.filter_map(|(index, owner)| Some((index, owner.as_ref()?)))
+        let owners = self.owners.iter().skip(first as usize).zip(first..);
+        owners.filter_map(|(owner, index)| Some((index, owner.as_ref()?)))
     }
 
     /// Returns the keys that several services claim, in the order of the keys.

@@ -376,4 +376,121 @@ mod tests {
         assert!(wanted.known.contains_key(&own));
         assert!(is_known([10, 0, 0, 99]) && is_known([12, 0, 0, 9]) && !is_known([11, 0, 0, 0]));
     }
+    /// The ranges that the operator has stated, and their entries. A range of IPv6 does not hold for IPv4.
+    #[test]
+    fn what_the_operator_has_stated_is_reachable() {
+        let mut denied = snapshot([pod("shop", "web", 1)]);
+        let members = members(&MeshStatements::default(), &denied);
+        for (ranges, wanted) in [
+            (&["10.0.0.0/8"][..], &[("10.0.0.0/8", CAPTURED)][..]),
+            (
+                &["10.0.0.0/8", "::/0"],
+                &[
+                    ("0.0.0.0/0", EXCLUDED),
+                    ("10.0.0.0/8", CAPTURED),
+                    ("::/0", CAPTURED),
+                ],
+            ),
+        ] {
+            denied.reachable = Some(Arc::new(Reachable {
+                ranges: ranges.iter().map(|range| range.parse().unwrap()).collect(),
+                resolvers: vec!["192.0.2.53".parse().unwrap()],
+            }));
+            let mut tables = Captured::default();
+            let unlisted = known(&denied, &members, &mut tables);
+            assert!(!unlisted.hbone && unlisted.endpoints.is_empty());
+            let key = |(range, said): &(&str, u32)| {
+                (range_key(REACHABLE, &range.parse().unwrap()), *said)
+            };
+            assert_eq!(tables.ranges, wanted.iter().map(key).collect());
+            let resolver: IpAddr = [192, 0, 2, 53].into();
+            let resolver = |of| FrontendKey::new(resolver.into(), Port::new(53), of);
+            let both = [
+                dataplane_common::Protocol::TCP,
+                dataplane_common::Protocol::UDP,
+            ];
+            assert_eq!(tables.known, both.map(|of| (resolver(of), LISTED)).into());
+            // Without a workload that is denied egress, nobody asks.
+            let mut tables = Captured::default();
+            known(&denied, &[], &mut tables);
+            assert!(tables.ranges.is_empty() && tables.known.is_empty());
+        }
+    }
+
+    /// Addresses that get a label fill half of the table, those of the configured workloads first.
+    #[test]
+    fn labels_fill_half_of_the_table() {
+        let at = |name: &str, addr: u8, rules| Workload {
+            addresses: [[10, 0, 0, addr].into()].into_iter().collect(),
+            rules,
+            ..Workload::new(WorkloadName::new("shop", name), Place::Address)
+        };
+        let captured = Arc::clone(&pod("shop", "z", 1).rules);
+        let others = (1..=5).map(|n| at(&format!("w{n}"), n, Arc::default()));
+        let all = snapshot(others.chain([at("z", 9, captured)]));
+        let members = members(&MeshStatements::default(), &all);
+        let mut tables = Captured::default();
+        known_within(&all, &members, &mut tables, 6);
+        let known = tables
+            .known
+            .into_iter()
+            .map(|(key, said)| (key.addr.ip().to_string(), said));
+        let wanted = ["10.0.0.1", "10.0.0.2", "10.0.0.9"];
+        assert_eq!(
+            known.collect::<Vec<_>>(),
+            wanted.map(|addr| (addr.to_owned(), LISTED))
+        );
+    }
+
+    /// Of services of one namespace that do not all fit, the smaller ones are reachable, then the older ones, then the first by
+    /// name.
+    #[test]
+    fn of_a_namespace_the_largest_services_are_not_reachable_then_the_younger() {
+        let mut all = snapshot([pod("shop", "web", 0)]);
+        let endpoints = |first: u8, count: u8| -> Vec<Endpoint> {
+            let addrs = (first..first + count).map(|n| IpAddr::from([10, 0, 0, n]));
+            addrs.map(|addr| Endpoint::new(addr, 80)).collect()
+        };
+        for (n, (name, created, count)) in (0..).zip([
+            ("a-large", Some(1), 9),
+            ("a-young", Some(9), 4),
+            ("b-ageless", None, 4),
+            ("c-old", Some(1), 4),
+            ("d-old", Some(1), 4),
+            ("e-small", None, 1),
+        ]) {
+            let endpoints = endpoints(n * 20, count);
+            for endpoint in &endpoints {
+                let name = WorkloadName::new("pods", &endpoint.addr.to_string());
+                let pod = Workload {
+                    addresses: [endpoint.addr].into_iter().collect(),
+                    ..Workload::new(name.clone(), Place::Elsewhere)
+                };
+                all.workloads.insert(name, Arc::new(pod));
+            }
+            let port = ServicePort {
+                endpoints,
+                ..ServicePort::new(80, Protocol::Tcp)
+            };
+            let service = Service {
+                created,
+                ports: [port].into(),
+                ..Service::new(ServiceName::new("hog", name), ServiceType::ClusterIp)
+            };
+            all.services.insert(service.name.clone(), Arc::new(service));
+        }
+        let members = members(&MeshStatements::default(), &all);
+        for (room, wanted) in [
+            (26, ""),
+            (25, "a-large"),
+            (16, "b-ageless a-large"),
+            (10, "a-young b-ageless a-large"),
+        ] {
+            let mut tables = Captured::default();
+            // Labels take half of the room.
+            let left_out = known_within(&all, &members, &mut tables, 2 * room);
+            let names: Vec<_> = left_out.iter().map(ServiceName::name).collect();
+            assert_eq!(names.join(" "), wanted, "{room}");
+        }
+    }
 }

@@ -8,7 +8,7 @@ use model::{CapturedBy, Egress, Mode, Rules, WithoutProxy};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Statement {
     /// The subject: `outbound-range`, `outbound-port`, `inbound-port`, `inbound`, `inbound-others`,
-    /// `user`, `group`, `interface`, `captured-by`, `mode`, `egress`, `without-proxy` or `dns`.
+    /// `user`, `group`, `interface`, `virtual-interface`, `captured-by`, `mode`, `egress`, `without-proxy` or `dns`.
     pub about: &'static str,
     /// The range, port, user, group or interface; empty for a setting.
     pub of: String,
@@ -91,12 +91,75 @@ fn said(rules: &Rules) -> Vec<(&'static str, String, &'static str)> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::time::Duration;
 
     use threads::computed;
 
     use super::*;
+
+    /// Rules that say something about every subject.
+    pub fn everything() -> Rules {
+        Rules {
+            captured: Some(true),
+            captured_by: Some(CapturedBy::Packets),
+            allow_packets: Some(true),
+            mode: Some(Mode::Kernel),
+            egress: Some(Egress::Deny),
+            without_proxy: Some(WithoutProxy::Pass),
+            dns: Some(false),
+            inbound: Some(true),
+            outbound_ranges: [("10.0.0.0/8".parse().unwrap(), false)].into(),
+            outbound_ports: [(80, true)].into(),
+            inbound_ports: [(443, false)].into(),
+            inbound_others: Some(false),
+            included_uids: [1].into(),
+            included_gids: [2].into(),
+            excluded_uids: [3].into(),
+            excluded_gids: [4].into(),
+            excluded_interfaces: ["eth1".into()].into(),
+            virtual_interfaces: ["virt0".into()].into(),
+        }
+    }
+
+    #[test]
+    fn each_rule_is_listed_once_by_the_most_specific_layer() {
+        // The general layer has the same subjects, of which users may be excluded, and a port of its own.
+        let general = Rules {
+            outbound_ports: [(80, false), (81, true)].into(),
+            included_uids: [1].into(),
+            excluded_uids: [3].into(),
+            mode: Some(Mode::Proxy),
+            ..Rules::default()
+        };
+        let layers = [("Pod shop/web", everything()), ("mesh.rules", general)];
+        let all = statements(&layers.map(|(by, rules)| (by.to_owned(), rules)));
+        let lines = all
+            .iter()
+            .map(|of| format!("{} {} {} {}", of.about, of.of, of.says, of.by));
+        let pod = "Pod shop/web";
+        let wanted = [
+            ("outbound-range", "10.0.0.0/8", "excluded", pod),
+            ("outbound-port", "80", "captured", pod),
+            ("inbound-port", "443", "excluded", pod),
+            ("user", "3", "excluded", pod),
+            ("group", "4", "excluded", pod),
+            ("user", "1", "captured", pod),
+            ("group", "2", "captured", pod),
+            ("interface", "eth1", "excluded", pod),
+            ("virtual-interface", "virt0", "captured", pod),
+            ("inbound", "", "captured", pod),
+            ("inbound-others", "", "excluded", pod),
+            ("captured-by", "", "packets", pod),
+            ("mode", "", "kernel", pod),
+            ("egress", "", "deny", pod),
+            ("without-proxy", "", "pass", pod),
+            ("dns", "", "excluded", pod),
+            ("outbound-port", "81", "captured", "mesh.rules"),
+        ];
+        let wanted = wanted.map(|(about, of, says, by)| format!("{about} {of} {says} {by}"));
+        assert_eq!(lines.collect::<Vec<_>>(), wanted);
+    }
 
     /// Lists rules about `count` ports, which two layers name, and returns the time it took.
     fn state(count: u16) -> Duration {

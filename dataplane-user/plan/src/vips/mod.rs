@@ -334,6 +334,7 @@ impl Vips {
             .collect();
         fresh.sort_unstable();
         let earlier = std::mem::take(&mut self.deferred);
+        let mut left = self.left();
         for (age, host) in fresh {
             let since = earlier.get(&host).copied().unwrap_or(now);
             let is_new = age.created.is_none_or(|at| {
@@ -345,7 +346,7 @@ impl Vips {
                 self.waiting.insert(host);
                 continue;
             }
-            let Some(number) = self.free(&host) else {
+            let Some(number) = self.free(&host, &mut left) else {
                 self.waiting.insert(host);
                 continue;
             };
@@ -405,17 +406,30 @@ impl Vips {
         others
     }
 
+    /// Returns how many numbers are free.
+    fn left(&self) -> usize {
+        let is_other = |number: &&Number| {
+            !self.holders.contains_key(number) && !self.gone.hosts.contains_key(number)
+        };
+        let foreign = self.foreign.keys().filter(is_other).count();
+        let taken = self.holders.len() + self.gone.hosts.len() + foreign;
+        (NUMBERS as usize).saturating_sub(taken)
+    }
+
     /// Returns a number for a host that has none: its former number if it is still reserved, else the first free one of
-    /// its sequence.
-    fn free(&self, host: &HostName) -> Option<Number> {
+    /// its sequence. If none of all numbers is `left`, nothing is searched: each of many hosts would look at all numbers.
+    fn free(&self, host: &HostName, left: &mut usize) -> Option<Number> {
         let is_free = |number: &Number| {
             !self.holders.contains_key(number) && !self.foreign.contains_key(number)
         };
         let own = self.gone.numbers.get(host).map(|(number, _)| *number);
-        own.filter(is_free).or_else(|| {
-            let is_gone = |number: &Number| self.gone.hosts.contains_key(number);
-            sequence(host).find(|number| is_free(number) && !is_gone(number))
-        })
+        let own = own.filter(is_free);
+        if own.is_some() || *left == 0 {
+            return own;
+        }
+        *left -= 1;
+        let is_gone = |number: &Number| self.gone.hosts.contains_key(number);
+        sequence(host).find(|number| is_free(number) && !is_gone(number))
     }
 }
 

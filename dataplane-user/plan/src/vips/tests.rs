@@ -157,6 +157,151 @@ fn a_tenant_with_too_many_hosts_loses_its_youngest_and_the_others_lose_nothing()
     for n in 0..1000 {
         assert!(vips.number(&named("shop", n).0).is_some(), "{n}");
     }
+    // When the namespace has fewer hosts, the others get numbers as soon as enough numbers are free.
+    for n in 0..20_000 {
+        let (host, age) = named("greedy", n);
+        vips.unwant(&host, &age);
+    }
+    let last = named("greedy", 69_999).0;
+    vips.assign(NOW + 2);
+    assert!(!vips.is_over(&last) && vips.number(&last).is_none() && vips.is_waiting());
+    vips.assign(NOW + 2 + KEPT);
+    assert!(vips.number(&last).is_some() && !vips.is_waiting());
+}
+
+/// Each line has stored records, such as `a=1` for a host that exists and `a=1@5` for one that was removed at time 5, and the
+/// records that count.
+#[test]
+fn of_records_that_contradict_each_other_the_last_of_a_host_and_the_first_of_a_number_count() {
+    let number = |number: &str| Number::new(number.parse().unwrap()).unwrap();
+    for (stored, wanted) in [
+        ("b=2 a=1 c=3@5", "a=1 b=2 c=3@5"),
+        ("a=1 a=2", "a=2"),
+        ("a=1@5 a=2", "a=2"),
+        ("a=1 a=2@5", "a=2@5"),
+        ("a=1@5 a=2@6", "a=2@6"),
+        ("a=1 b=1", "a=1"),
+        ("a=1 b=1@5", "a=1"),
+        ("a=1@5 b=1", "b=1"),
+        ("a=1@5 b=1@6", "b=1@6"),
+        ("a=1 a=2 b=1", "a=2 b=1"),
+    ] {
+        let records = stored.split(' ').map(|record| {
+            let (name, of) = record.split_once('=').unwrap();
+            let (of, gone) = of
+                .split_once('@')
+                .map_or((of, None), |(of, at)| (of, Some(at)));
+            Record {
+                host: host("ns", name),
+                number: number(of),
+                gone: gone.map(|at| at.parse().unwrap()),
+            }
+        });
+        let vips = Vips::new(records);
+        let found = vips.records().into_iter().map(|record| {
+            let gone = record.gone.map(|at| format!("@{at}"));
+            format!(
+                "{}={}{}",
+                record.host.host,
+                record.number.get(),
+                gone.unwrap_or_default()
+            )
+        });
+        assert_eq!(found.collect::<Vec<_>>().join(" "), wanted, "{stored}");
+        let holders = (1..=3).filter_map(Number::new).filter_map(|of| {
+            let [v4, v6] = of.addresses();
+            assert_eq!(vips.holder(v4), vips.holder(v6));
+            Some(format!("{}={}", vips.holder(v4)?.host, of.get()))
+        });
+        let mut holders: Vec<String> = holders.collect();
+        holders.sort_unstable();
+        let names = wanted
+            .split(' ')
+            .map(|of| of.split_once('@').map_or(of, |(of, _)| of));
+        assert_eq!(holders, names.collect::<Vec<_>>(), "{stored}");
+    }
+}
+
+#[test]
+fn the_number_of_a_removed_host_is_free_after_ten_minutes() {
+    let mut vips = Vips::new([]);
+    let (host, age) = entry(1);
+    vips.want(&host, age.clone());
+    vips.assign(NOW);
+    let number = vips.number(&host).unwrap();
+    let [addr, _] = number.addresses();
+    assert!(!vips.is_gone(addr) && vips.former(&host).is_none());
+    assert_eq!(vips.entries(&host).collect::<Vec<_>>(), [age.entry()]);
+    vips.unwant(&host, &age);
+    vips.assign(NOW + 5);
+    vips.assign(NOW + 5 + KEPT - 1);
+    assert!(vips.is_gone(addr) && vips.holder(addr) == Some(&host));
+    assert_eq!(vips.former(&host), Some((number, NOW + 5 + KEPT)));
+    assert!(vips.take_free().is_empty() && vips.number(&host).is_none());
+    vips.assign(NOW + 5 + KEPT);
+    assert!(!vips.is_gone(addr) && vips.holder(addr).is_none());
+    assert_eq!(vips.take_free(), [number]);
+    assert!(vips.take_free().is_empty() && vips.records().is_empty());
+}
+
+/// A number stays a control plane's until it has withdrawn both addresses, and all other numbers are not its own.
+#[test]
+fn no_host_gets_the_number_of_an_address_that_a_control_plane_has_assigned() {
+    let (host, age) = entry(1);
+    let [first, second] = [0, 1].map(|at| sequence(&host).nth(at));
+    let [v4, v6] = first.unwrap().addresses();
+    let other = "192.0.2.1".parse().unwrap();
+    for (withdrawn, wanted) in [
+        (&[][..], second),
+        (&[v4], second),
+        (&[other, v4], second),
+        (&[v4, v6], first),
+    ] {
+        let mut vips = Vips::new([]);
+        vips.foreign(v4, true);
+        vips.foreign(v6, true);
+        for addr in withdrawn {
+            vips.foreign(*addr, false);
+        }
+        vips.want(&host, age.clone());
+        vips.assign(NOW);
+        assert_eq!(vips.number(&host), wanted, "{withdrawn:?}");
+    }
+}
+
+/// Each line has the age of an entry in seconds, for how long its host has waited, whether the host had a number a moment ago, and
+/// whether it waits.
+#[test]
+fn a_new_host_waits_for_a_control_plane() {
+    for (age, waited, is_known, waits) in [
+        (Some(0), 0, false, true),
+        (Some(59), 0, false, true),
+        (Some(60), 0, false, false),
+        (None, 0, false, true),
+        (None, 4, false, true),
+        (None, 5, false, false),
+        (None, 0, true, false),
+    ] {
+        let (host, _) = entry(1);
+        let created = age.map(|age| i64::try_from(NOW).unwrap() - age);
+        let age = Age::of(EntryName::new("ns1", "e1"), created);
+        let mut vips = Vips::new(is_known.then(|| Record {
+            host: host.clone(),
+            number: Number::new(7).unwrap(),
+            gone: Some(NOW - 1),
+        }));
+        vips.defer(true);
+        vips.want(&host, age.clone());
+        vips.assign(NOW);
+        vips.assign(NOW + waited);
+        let case = format!("{age:?} {waited} {is_known}");
+        assert_eq!(vips.is_deferred(&host), waits, "{case}");
+        assert_eq!([vips.defers(), vips.is_waiting()], [waits; 2], "{case}");
+        assert_eq!(vips.number(&host).is_none(), waits, "{case}");
+        vips.defer(false);
+        vips.assign(NOW + waited);
+        assert!(vips.number(&host).is_some() && !vips.defers(), "{case}");
+    }
 }
 
 proptest! {

@@ -9,7 +9,7 @@ use dataplane_common::{
     Addr, Port,
     tables::{Block, FrontendKey, Kind},
 };
-use dataplane_plan::{Departures, LeftOut, Plan, Planner, Room};
+use dataplane_plan::{Departures, LeftOut, Plan, Planner, Room, Write};
 use model::{
     Endpoint, Place, Protocol, Service, ServiceName, ServicePort, ServiceType, Snapshot,
     TrafficPolicy, Workload, WorkloadName,
@@ -275,6 +275,111 @@ fn pools_that_come_and_go_are_used_again() {
         }
     }
     assert!(pools < 1100, "{pools}");
+}
+
+/// Each line has tables of which one is small, and the table that is named with its option.
+#[test]
+fn a_service_that_does_not_fit_names_the_table_that_it_needs_most() {
+    let large = Room {
+        sources: 100_000,
+        ..FEW_SLOTS
+    };
+    for (room, wanted, option) in [
+        (
+            Room {
+                frontends: 40,
+                ..large
+            },
+            "31 entries of table FRONTENDS",
+            true,
+        ),
+        (
+            Room { pools: 60, ..large },
+            "31 entries of table POOLS",
+            true,
+        ),
+        (
+            Room {
+                sources: 100,
+                ..large
+            },
+            "60 entries of table SOURCES",
+            false,
+        ),
+        (
+            Room {
+                endpoints: 100,
+                ..large
+            },
+            "120 entries of table ENDPOINTS",
+            true,
+        ),
+    ] {
+        let mut small = Small::new(room);
+        let mut wide = service("hog", "wide", (1, 1), 30, 4);
+        // The load balancer has no address, so its ranges count, but not its keys.
+        let range = |n: u8| ipnet::IpNet::new([10, n, 0, 0].into(), 16).unwrap();
+        wide.source_ranges = [1, 2].map(range).into_iter().collect();
+        small.set([wide]);
+        let [problem] = &small.problems()[..] else {
+            panic!("{:?}", small.problems())
+        };
+        assert!(problem.contains(wanted), "{problem}");
+        assert_eq!(problem.contains("or raise limits."), option, "{problem}");
+    }
+}
+
+#[test]
+fn large_tables_may_retire_an_eighth_of_their_pools() {
+    let mut planner = Planner::new();
+    let mut plan = |local: u32| {
+        let web = |n: u32| {
+            let mut web = service("shop", &n.to_string(), (1, n), 1, 0);
+            if n < local {
+                web.external_policy = TrafficPolicy::Local;
+            }
+            web
+        };
+        planner.plan(&of((0..5000).map(web)));
+        planner.wants_room()
+    };
+    // Two pools of each service, and a third one for local endpoints.
+    assert!(!plan(1800));
+    assert!(!plan(400), "1400 pools of 11 801 are retired");
+    assert!(plan(0));
+}
+
+/// Services with many ports keep their pools, as those with few do.
+#[test]
+fn a_service_with_many_ports_flips_the_pools_of_its_ports() {
+    let mut small = Small::new(FEW_SLOTS);
+    small.set([service("shop", "web", (1, 1), 20, 2)]);
+    let pools = |small: &Small| -> Vec<u32> {
+        (1..=22)
+            .map(|port| small.sim.keys.get(&key(1, port)).map_or(0, |of| of.pool()))
+            .collect()
+    };
+    let before = pools(&small);
+    let mut changed = service("shop", "web", (1, 1), 22, 3);
+    changed
+        .ports
+        .retain(|port| port.port != 7 && port.port != 20);
+    let plan = small.set([changed]);
+    small.sim.assert_mirrored_by(&small.planner);
+    let after = pools(&small);
+    for port in 1..=22 {
+        let [before, after] = [before[port - 1], after[port - 1]];
+        match port {
+            7 | 20 => assert_eq!(after, 0),
+            21.. => assert!(after > 21, "a new pool: {after}"),
+            _ => assert_eq!(after, before),
+        }
+    }
+    let flips = |is_fresh| {
+        let is = |write: &&Write| matches!(write, Write::Pool { fresh, .. } if *fresh == is_fresh);
+        plan.writes.iter().filter(is).count()
+    };
+    assert_eq!([flips(false), flips(true)], [18, 2]);
 }
 
 /// While one namespace exceeds its budget, a new service of another namespace costs only its own writes.

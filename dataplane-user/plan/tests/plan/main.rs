@@ -8,6 +8,7 @@
 
 mod budgets;
 mod clusters;
+mod entries;
 mod live;
 mod oracle;
 mod properties;

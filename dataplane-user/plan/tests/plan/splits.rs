@@ -170,3 +170,62 @@ fn view(sim: &Sim, addr: [u8; 4], outside: bool) -> String {
         format!("{:?}", resolved.inside())
     }
 }
+
+/// Each step with what `dataplane plan` says about the cluster IP. `N` stands for the endpoints 1 to 3.
+#[test]
+fn changes_of_a_route_as_a_person_reads_them() {
+    let mut node = Node::new(TrafficPolicy::Cluster);
+    let by = ", split by TCPRoute shop/split";
+    let steps: [(_, _, &[&str]); 6] = [
+        (
+            Some(route([9, 1, 0])),
+            by,
+            &[
+                "-10.0.1.N:8080",
+                "+10.0.2.N:8080",
+                "+10.0.3.N:8080",
+                "10.0.2.N:8080 gets 30.0 %",
+                "10.0.3.N:8080 gets 3.3 %",
+            ],
+        ),
+        (
+            Some(route([1, 9, 0])),
+            by,
+            &["10.0.2.N:8080 gets 3.3 %", "10.0.3.N:8080 gets 30.0 %"],
+        ),
+        (
+            Some(route([1, 1, 2])),
+            by,
+            &[
+                "10.0.2.N:8080 gets 8.3 %",
+                "10.0.3.N:8080 gets 8.3 %",
+                "50.0 % are refused",
+            ],
+        ),
+        (
+            Some(route([1, 0, 2])),
+            by,
+            &[
+                "-10.0.3.N:8080",
+                "10.0.2.N:8080 gets 11.1 %",
+                "66.7 % are refused",
+            ],
+        ),
+        (Some(route([1, 0, 0])), by, &["equal parts"]),
+        (None, "", &["-10.0.2.N:8080", "+10.0.1.N:8080"]),
+    ];
+    for (route, by, wanted) in steps {
+        let before = node.sim.contents();
+        node.take(route, |_| {});
+        let changes = dataplane_plan::changes(&before, &node.planner);
+        let mut lines = changes.iter().map(ToString::to_string);
+        let line = lines.find(|line| line.contains("10.96.0.1:80/tcp"));
+        let each = wanted.iter().flat_map(|text| {
+            let last = if text.contains('N') { 3 } else { 1 };
+            (1..=last).map(|n| text.replace('N', &n.to_string()))
+        });
+        let wanted = each.collect::<Vec<_>>().join(", ");
+        let wanted = format!("~ 10.96.0.1:80/tcp ClusterIP of shop/web{by}: {wanted}");
+        assert_eq!(line, Some(wanted));
+    }
+}

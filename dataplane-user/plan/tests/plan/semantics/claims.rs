@@ -1,5 +1,7 @@
 //! Several services claim one address and port.
 
+use dataplane_plan::Served;
+
 use super::*;
 
 #[test]
@@ -186,4 +188,52 @@ fn roles_share_a_pool_unless_the_policy_keeps_them_apart() {
     a.internal_policy = TrafficPolicy::Cluster;
     node.plan(&snapshot([a]));
     assert_eq!(pool(&node, &cluster_ip), shared);
+}
+
+/// The bare address of a host may be that of several entries, each at its own ports. It may not be that of others.
+#[test]
+fn entries_share_the_address_of_a_host() {
+    let entry = |name: &str, port| {
+        let mut entry = service(name, &["240.240.0.9"], &[]);
+        (entry.kind, entry.ports[0].port) = (ServiceType::Entry, port);
+        entry
+    };
+    let mut other = service("other", &[], &[]);
+    other.cluster_ips = ips(&["240.240.0.9"]);
+    other.ports[0].port = 82;
+    let conflicts = |services: &[Service]| {
+        let node = Node1::new(services.iter().cloned());
+        let served = node.planner.served();
+        let keys = served
+            .conflicts()
+            .map(|of| dataplane_plan::key_text(&of.key));
+        let keys: Vec<String> = keys.collect();
+        assert_eq!(served.conflict_count(), keys.len());
+        keys.join(" ")
+    };
+    let (a, b, c) = (entry("a", 80), entry("b", 81), entry("c", 80));
+    assert_eq!(conflicts(&[a.clone(), b.clone()]), "");
+    assert_eq!(conflicts(&[a.clone(), c]), "240.240.0.9:80/tcp");
+    assert_eq!(conflicts(&[a, b, other]), "240.240.0.9");
+}
+
+#[test]
+fn owners_of_pools_are_read_from_any_pool_on() {
+    let node = Node1::new([
+        service("a", &["10.96.0.1"], &["10.0.0.1"]),
+        service("b", &["10.96.0.2"], &["10.0.0.1"]),
+    ]);
+    let mut served = node.planner.served();
+    let after = |served: &Served, after| -> Vec<u32> {
+        served.pools_after(after).map(|(pool, _)| pool).collect()
+    };
+    assert_eq!(after(&served, 0), [1, 2, 3, 4]);
+    assert_eq!(after(&served, 2), [3, 4]);
+    assert!(after(&served, u32::MAX).is_empty());
+    for (pool, owner) in served.pools_after(0) {
+        assert_eq!(Some(&**owner), node.planner.pool_owner(pool));
+    }
+    served.retain_owners(|pool| pool == 3);
+    assert_eq!(after(&served, 0), [3]);
+    assert!(served.pool_owner(3).is_some() && served.pool_owner(2).is_none());
 }

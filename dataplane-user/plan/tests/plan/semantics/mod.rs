@@ -1,6 +1,7 @@
 //! Tables of cases, one for each rule.
 
 mod claims;
+mod departures;
 mod tables;
 mod waypoints;
 
@@ -12,7 +13,7 @@ use dataplane_common::{
     packet::SourceKey,
     tables::{Block, Frontend, FrontendKey, Kind, Pool},
 };
-use dataplane_plan::{AdoptError, Departures, Plan, Planner, PoolRole, Write};
+use dataplane_plan::{AdoptError, Plan, Planner, PoolRole, Write};
 use model::{
     Endpoint, Gateway, IstioNamespace, Node, Protocol, Service, ServiceName, ServicePort,
     ServiceType, Snapshot, TrafficPolicy, UseWaypoint,

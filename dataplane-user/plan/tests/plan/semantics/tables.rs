@@ -185,33 +185,46 @@ fn damaged_tables_are_named() {
         .unwrap()
         .1
         .pool();
-    let other_base = sound.pools[other as usize].block.base();
     let out_of_range = |kind, pool| AdoptError::PoolOutOfRange {
         key,
         kind,
         pool,
         pools,
     };
-    let with_pool = move |change: fn(&mut Pool)| -> Damage {
+    // The first index that is not one of a pool.
+    let beyond = u32::try_from(pools).unwrap();
+    let slots = sound.endpoints.len();
+    let end = u32::try_from(slots).unwrap();
+    let with_key =
+        |frontend: Frontend| -> Damage { Box::new(move |c| c.frontends[at].1 = frontend) };
+    let with_pool = |change: Box<dyn Fn(&mut Pool)>| -> Damage {
         Box::new(move |c| change(&mut c.pools[pool as usize]))
     };
+    let swapped = |slot: u32| -> Damage {
+        Box::new(move |c| c.endpoints.swap(slot as usize, slot as usize - 1))
+    };
+    let block_out_of_range = |base| AdoptError::BlockOutOfRange {
+        pool,
+        base,
+        len: 2,
+        slots,
+    };
+    let other_block = sound.pools[other as usize].block;
     let cases: Vec<(Damage, AdoptError)> = vec![
         (
-            Box::new(move |c| c.frontends[at].1 = Frontend::new(99, c.frontends[at].1.kind())),
-            out_of_range(Kind::CLUSTER_IP, 99),
+            with_key(Frontend::new(beyond, Kind::CLUSTER_IP)),
+            out_of_range(Kind::CLUSTER_IP, beyond),
         ),
         (
-            Box::new(move |c| c.frontends[at].1 = Frontend::new(0, c.frontends[at].1.kind())),
+            with_key(Frontend::new(0, Kind::CLUSTER_IP)),
             out_of_range(Kind::CLUSTER_IP, 0),
         ),
         (
-            Box::new(move |c| {
-                c.frontends[at].1 = Frontend::new(c.frontends[at].1.pool(), Kind::NODE_ADDRESS);
-            }),
+            with_key(Frontend::new(pool, Kind::NODE_ADDRESS)),
             out_of_range(Kind::NODE_ADDRESS, pool),
         ),
         (
-            Box::new(move |c| c.frontends[at].1 = Frontend::from_word(9 << 32 | u64::from(pool))),
+            with_key(Frontend::from_word(9 << 32 | u64::from(pool))),
             AdoptError::UnknownKind { key, number: 9 },
         ),
         (
@@ -219,43 +232,54 @@ fn damaged_tables_are_named() {
             AdoptError::DuplicateKey(key),
         ),
         (
-            with_pool(|p| p.affinity_group = 99),
+            with_pool(Box::new(move |p| p.affinity_group = beyond)),
             AdoptError::GroupOutOfRange {
                 pool,
-                group: 99,
+                group: beyond,
                 pools,
             },
         ),
         (
-            with_pool(|p| p.block = Block::new(1 << 20, 2, 0)),
-            AdoptError::BlockOutOfRange {
+            with_pool(Box::new(move |p| p.external = beyond)),
+            AdoptError::ExternalOutOfRange {
                 pool,
-                base: 1 << 20,
-                len: 2,
-                slots: sound.endpoints.len(),
+                external: beyond,
+                pools,
             },
         ),
         (
-            with_pool(|p| p.block = Block::new(p.block.base() - 1, 2, 0)),
+            with_pool(Box::new(move |p| p.block = Block::new(end - 1, 2, 0))),
+            block_out_of_range(end - 1),
+        ),
+        (
+            with_pool(Box::new(|p| p.block = Block::new(1 << 20, 2, 0))),
+            block_out_of_range(1 << 20),
+        ),
+        (
+            with_pool(Box::new(|p| p.block = Block::new(p.block.base() - 1, 2, 0))),
             AdoptError::MisalignedBlock {
                 base: block.base() - 1,
             },
         ),
         (
-            Box::new(move |c| c.pools[pool as usize].block = c.pools[other as usize].block),
+            with_pool(Box::new(move |p| p.block = other_block)),
             AdoptError::OverlappingBlocks {
-                first: other_base,
-                second: other_base,
+                first: other_block.base(),
+                second: other_block.base(),
             },
         ),
         (
-            Box::new(move |c| {
-                let at = block.base() as usize;
-                c.endpoints.swap(at, at + 1);
-            }),
+            swapped(block.base() + 1),
             AdoptError::UnsortedBlock {
                 pool,
                 slot: block.base() + 1,
+            },
+        ),
+        (
+            swapped(other_block.base() + 2),
+            AdoptError::UnsortedBlock {
+                pool: other,
+                slot: other_block.base() + 2,
             },
         ),
     ];
@@ -360,37 +384,88 @@ fn a_move_to_an_equal_pool_is_no_change() {
     assert_eq!(dataplane_plan::changes(&before, &planner), []);
 }
 
-/// A service that loses an address to another leaves flows behind, to endpoints that the other service does not have.
+/// Each step has a change of a service, and the lines about its changed keys.
 #[test]
-fn an_address_that_changes_hands_leaves_flows_behind() {
-    const VIP: &str = "192.0.2.1";
-    let with_vip = |name: &str, created, endpoints: &[&str]| Service {
-        external_ips: ips(&[VIP]),
-        created: Some(created),
-        ..service(name, &["10.96.0.1"], endpoints)
+fn each_change_of_an_answer_is_named() {
+    type Step<'a> = (fn(&mut Service), &'a [&'a str]);
+    let mut web = service("web", &["10.96.0.1"], &["10.0.0.1", "10.0.0.2 local"]);
+    let other = Service {
+        created: Some(200),
+        external_ips: ips(&["192.0.2.7"]),
+        ..service("other", &["10.96.0.2"], &["10.0.0.5"])
     };
-    let older = with_vip("older", 1, &["10.0.0.1"]);
-    let younger = Service {
-        cluster_ips: ips(&["10.96.0.2"]),
-        ..with_vip("younger", 2, &["10.0.0.2"])
-    };
-    let without = Service {
-        external_ips: ips(&[]),
-        ..older.clone()
-    };
-    for after in [vec![younger.clone()], vec![without, younger.clone()]] {
-        let mut planner = Planner::new();
-        let mut departures = Departures::new(&[TCP]);
-        planner.plan(&snapshot(vec![older.clone(), younger.clone()]));
-        departures.after(&planner);
-        planner.plan(&snapshot(after));
-        let departed = departures.after(&planner);
-        for (endpoint, gone) in [("10.0.0.1", true), ("10.0.0.2", false)] {
-            let endpoint = (addr(endpoint), Port::new(8080));
-            let vip = (addr(VIP), Port::new(80));
-            let stale = departed.is_stale(vip, TCP, endpoint, |_| true);
-            let unlisted = departed.is_unlisted(vip, endpoint, |_| true);
-            assert_eq!([stale, unlisted], [gone; 2], "{endpoint:?}");
-        }
+    let mut node = Node1::new([web.clone(), other.clone()]);
+    let steps: &[Step] = &[
+        (
+            |web| web.affinity = Some(Duration::from_secs(7)),
+            &["~ 10.96.0.1:80/tcp ClusterIP of test/web: affinity 7 s"],
+        ),
+        (
+            |web| web.affinity = Some(Duration::from_secs(8)),
+            &["~ 10.96.0.1:80/tcp ClusterIP of test/web: affinity 8 s"],
+        ),
+        (
+            |web| web.affinity = None,
+            &["~ 10.96.0.1:80/tcp ClusterIP of test/web: no affinity"],
+        ),
+        (
+            |web| web.internal_policy = TrafficPolicy::Local,
+            &["~ 10.96.0.1:80/tcp ClusterIP of test/web: changes hands, -10.0.0.1:8080"],
+        ),
+        (
+            |web| web.ports[0].endpoints.truncate(1),
+            &[
+                "~ 10.96.0.1:80/tcp ClusterIP of test/web: -10.0.0.2:8080, refuses: no endpoint on this node",
+            ],
+        ),
+        (
+            |web| web.ports[0].endpoints.clear(),
+            &["~ 10.96.0.1:80/tcp ClusterIP of test/web: refuses: no endpoints"],
+        ),
+        (
+            |web| web.external_ips = ips(&["192.0.2.7"]),
+            &[
+                "~ 192.0.2.7:80/tcp ExternalIP of test/web: changes hands, -10.0.0.5:8080, refuses: no endpoints",
+            ],
+        ),
+        (
+            |web| std::mem::swap(&mut web.external_ips, &mut web.load_balancer_ips),
+            &["~ 192.0.2.7:80/tcp LoadBalancer of test/web: was ExternalIP"],
+        ),
+        (
+            |web| web.cluster_ips = ips(&["10.96.0.3"]),
+            &[
+                "- 10.96.0.1 cluster address",
+                "- 10.96.0.1:80/tcp ClusterIP",
+                "+ 10.96.0.3 cluster address of test/web: refuses ports that the service does not have",
+                "+ 10.96.0.3:80/tcp ClusterIP of test/web: refuses: no endpoints",
+            ],
+        ),
+    ];
+    for (step, wanted) in steps {
+        let before = node.sim.contents();
+        step(&mut web);
+        node.plan(&snapshot([web.clone(), other.clone()]));
+        let changes = dataplane_plan::changes(&before, &node.planner);
+        let lines: Vec<_> = changes.iter().map(ToString::to_string).collect();
+        assert_eq!(lines, *wanted);
     }
+}
+
+#[test]
+fn flags_that_only_a_mesh_needs_are_forgotten() {
+    let own = Block::NO_LOCAL | Block::NO_SUCH_PORT;
+    let of_mesh = Block::REACHABLE | Block::REFUSED | Block::HBONE | Block::WAYPOINT;
+    let pool = |flags| Pool {
+        block: Block::new(4, 2, flags),
+        affinity_seconds: 7,
+        ..Pool::default()
+    };
+    let contents = |flags| dataplane_plan::Contents {
+        pools: vec![pool(flags), pool(0)],
+        ..dataplane_plan::Contents::default()
+    };
+    let mut found = contents(own | of_mesh);
+    found.forget_reachable();
+    assert_eq!(found, contents(own));
 }

@@ -342,3 +342,6 @@ pub(super) fn affinity_seconds(service: &Service) -> u32 {
         .affinity
         .map_or(0, |timeout| timeout.as_secs().clamp(1, 86_400) as u32)
 }
+
+#[cfg(test)]
+mod tests;
