@@ -177,7 +177,7 @@ mod tests {
         bytes[11] = 1;
         bytes.extend([0, 0, 41, 4, 208, 1, 0, 0, 0, 0, 0]);
         let all = Stored::read(&bytes, &name("www.example.com"), 15, false).unwrap();
-        assert_eq!(all.code(), ResponseCode::BADVERS);
+        assert_eq!(u16::from(all.code()), 16);
         assert_eq!(join_with(&all).code(), ResponseCode::ServFail);
         // An answer that is as long as TCP allows.
         let longest = [

@@ -98,7 +98,7 @@ async fn a_stale_answer_is_for_clients_that_would_wait_for_long() {
             None,
             Some(moment),
             None,
-            PATIENCE * 2..none,
+            PATIENCE..none,
         ),
     ] {
         let (found, took) = resolve(at, since, failed).await;

@@ -250,7 +250,7 @@ fn without_resolvers_the_answer_is_what_is_known() {
     assert!(failures, "{}", figures(&server));
     let host = LowerName::parse("db.example.net").unwrap();
     for (query, code) in [
-        (query("www.example.com.shop.svc.cluster.local", 1), MISSING),
+        (query("www.example.edu.shop.svc.cluster.local", 1), MISSING),
         (query("db.example.net", 1), OK),
         (question(7, &host, 15, 1, true), FAILED),
     ] {
