@@ -62,3 +62,41 @@ impl Basis {
         addrs.map(|addr| SocketAddr::new(addr, PORT)).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use model::{Service, ServiceType};
+
+    use super::*;
+
+    #[test]
+    fn the_clusters_dns_is_that_of_the_kubelet_or_the_service() {
+        let (namespace, name) = CLUSTER_DNS;
+        let addr = |last| IpAddr::from([10, 96, 0, last]);
+        let name = ServiceName::new(namespace, name);
+        let service = Service {
+            cluster_ips: [addr(10)].into_iter().collect(),
+            ..Service::new(name.clone(), ServiceType::ClusterIp)
+        };
+        let snapshot = Snapshot {
+            services: [(name, Arc::new(service))].into_iter().collect(),
+            ..Snapshot::default()
+        };
+        let basis = |cluster_dns| Basis {
+            domain: LowerName::parse("cluster.example").unwrap(),
+            cluster_dns,
+            node: ResolvConf::default(),
+            ttls: Ttls {
+                services: 5,
+                entries: 30,
+            },
+        };
+        let at = |last| vec![SocketAddr::new(addr(last), 53)];
+        assert_eq!(basis(vec![addr(9)]).cluster_dns(&snapshot), at(9));
+        assert_eq!(basis(Vec::new()).cluster_dns(&snapshot), at(10));
+        assert_eq!(basis(Vec::new()).cluster_dns(&Snapshot::default()), []);
+        let zone = basis(Vec::new()).zone(&snapshot);
+        assert_eq!(zone.domain.to_string(), "cluster.example.");
+        assert!(zone.names.service("kube-system", "kube-dns").is_some());
+    }
+}

@@ -60,7 +60,6 @@ pub fn records(zone: &Zone, owner: &LowerName, meaning: &Meaning, of_type: u16) 
     let wants = |of: u16| of_type == of || of_type == types::ANY;
     let record = |data: RData| Record::from_rdata(owner.to_name(), ttl, data);
     match meaning {
-        Meaning::Doubtful(meaning) => return records(zone, owner, meaning, of_type),
         Meaning::Schema if wants(types::TXT) => {
             let text = TXT::new(vec![SCHEMA.to_owned()]);
             found.answers.push(record(RData::TXT(text)));

@@ -172,6 +172,13 @@ mod tests {
         ]);
         assert_eq!(Message::from_vec(all.bytes()).unwrap().answers.len(), 3);
         assert_eq!(join_with(&all).code(), ResponseCode::ServFail);
+        // A code that the header has no room for: the upper bits are in the OPT record.
+        let mut bytes = theirs(&[]).bytes().to_vec();
+        bytes[11] = 1;
+        bytes.extend([0, 0, 41, 4, 208, 1, 0, 0, 0, 0, 0]);
+        let all = Stored::read(&bytes, &name("www.example.com"), 15, false).unwrap();
+        assert_eq!(u16::from(all.code()), 16);
+        assert_eq!(join_with(&all).code(), ResponseCode::ServFail);
         // An answer that is as long as TCP allows.
         let longest = [
             &[0, 16, 0, 1, 0, 0, 0, 60, 0xff, 0xd2][..],

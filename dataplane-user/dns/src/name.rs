@@ -94,9 +94,7 @@ impl LowerName {
     fn push(&mut self, label: &[u8]) -> Result<(), Malformed> {
         let start = usize::from(self.len);
         let end = start + 1 + label.len();
-        // The empty label at the end needs room, too.
-        let room = if label.is_empty() { MAX } else { MAX - 1 };
-        if end > room {
+        if end > MAX {
             return Err(Malformed);
         }
         let (Ok(length), Ok(to)) = (u8::try_from(label.len()), u8::try_from(end)) else {
@@ -315,7 +313,13 @@ mod tests {
     #[test]
     fn the_longest_name_fits_and_no_longer_one() {
         let longest = format!("{0}.{0}.{0}.{1}", "a".repeat(63), "a".repeat(61));
-        assert_eq!(name(&longest).bytes().len(), MAX);
+        let bytes = name(&longest).bytes().to_vec();
+        assert_eq!(bytes.len(), MAX);
+        assert_eq!(LowerName::read(&bytes, 0), Ok((name(&longest), MAX)));
+        for length in [64, 65, 0xc0] {
+            let label = [&[length][..], &vec![b'a'; length.into()], &[0]].concat();
+            assert_eq!(LowerName::read(&label, 0), Err(Malformed), "{length}");
+        }
         assert!(LowerName::parse(&format!("{longest}a")).is_err());
         assert!(LowerName::parse(&"a".repeat(64)).is_err());
         let many = vec!["a"; 127].join(".");

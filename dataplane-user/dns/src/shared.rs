@@ -433,5 +433,30 @@ mod tests {
             connections: 1024,
         };
         assert_eq!(Room::of(1 << 20), most);
+        assert_eq!(most.files(), 8192 + 1024);
+    }
+
+    #[test]
+    fn workloads_that_are_gone_take_no_room() {
+        let settings = Settings {
+            workers: 1,
+            cache_bytes: 0,
+            stale: Duration::ZERO,
+            longest: 0,
+            room: Room::of(0),
+            cluster_dns: Vec::new(),
+            node: ResolvConf::default(),
+            resolvers: None,
+        };
+        let ttls = crate::Ttls {
+            services: 5,
+            entries: 5,
+        };
+        let zone = Zone::new(model::Names::default(), ttls);
+        let shared = Shared::new(settings, zone, Box::new(drop));
+        for number in 0..9 {
+            shared.note_captured(number, &Arc::new(Client::unknown(Vec::new())));
+        }
+        assert_eq!(shared.captured.lock().unwrap().len(), 1);
     }
 }

@@ -208,4 +208,21 @@ mod tests {
         upstream.note(&shop, first, true);
         assert_eq!(upstream.in_order(&shop, &all), all);
     }
+
+    #[tokio::test]
+    async fn a_client_without_resolvers_is_told_apart_from_silence() {
+        let upstream = Upstream::new(Arc::default());
+        let question = Question {
+            name: crate::LowerName::root(),
+            of_type: 1,
+            bits: 1,
+            edns: false,
+        };
+        let asked = upstream.ask(&"shop".into(), &[], &question).await;
+        assert!(matches!(asked, Err(Failure::Nobody)), "{asked:?}");
+        // Nobody listens there.
+        let closed = SocketAddr::from(([127, 0, 0, 1], 1));
+        let asked = upstream.ask(&"shop".into(), &[closed], &question).await;
+        assert!(matches!(asked, Err(Failure::Silence(_))), "{asked:?}");
+    }
 }

@@ -128,6 +128,8 @@ pub fn next(
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv6Addr;
+
     use hickory_proto::rr::{Record, rdata};
 
     use super::*;
@@ -251,6 +253,7 @@ mod tests {
     fn an_answer_is_read_along_its_aliases() {
         let alias = |to: &str| RData::CNAME(rdata::CNAME(LowerName::parse(to).unwrap().to_name()));
         let a = |last| RData::A(rdata::A::new(192, 0, 2, last));
+        let v6 = RData::AAAA(rdata::AAAA(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1)));
         let name = LowerName::parse("db.example.com").unwrap();
         let answered = stored(
             "db.example.com",
@@ -259,11 +262,13 @@ mod tests {
                 ("db.example.com", 300, alias("A.example.net")),
                 ("a.example.net", 20, alias("b.example.net")),
                 ("b.example.net", 90, a(1)),
+                ("b.example.net", 90, v6),
                 ("other.example.net", 1, a(66)),
             ],
         );
         let found = answer(&name, &answered).unwrap();
-        assert_eq!(found.addresses, *ips(&["192.0.2.1", "192.0.2.2"]));
+        let addresses = ["192.0.2.1", "192.0.2.2", "2001:db8::1"];
+        assert_eq!(found.addresses, *ips(&addresses));
         assert_eq!(found.ttl, Duration::from_secs(20));
         // Names that lead round end.
         let round = stored(

@@ -3,6 +3,7 @@
 use std::{
     net::{IpAddr, SocketAddr},
     sync::Arc,
+    time::Duration,
 };
 
 use model::EndpointName;
@@ -28,6 +29,14 @@ pub struct Asker {
     pub found: Arc<Found>,
 }
 
+impl Pace {
+    /// The time after this many failures in a row, of which there is one at least.
+    fn after(self, failures: u32) -> Duration {
+        let wait = self.retry * 2_u32.saturating_pow(failures.min(16) - 1);
+        wait.min(self.retry_most)
+    }
+}
+
 impl Asker {
     /// Looks up a name for as long as the task lives.
     pub async fn look_up(
@@ -51,8 +60,7 @@ impl Asker {
                 ttl.clamp(self.pace.least, self.pace.most)
             } else {
                 failures += 1;
-                let wait = self.pace.retry * 2_u32.saturating_pow(failures.min(16) - 1);
-                wait.min(self.pace.retry_most)
+                self.pace.after(failures)
             };
             self.found.tell(name.clone(), resolved);
             sleep(wait).await;
@@ -86,5 +94,21 @@ impl Asker {
         };
         let (v4, v6) = tokio::join!(ask(types::A), ask(types::AAAA));
         [v4, v6]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::PACE, *};
+
+    #[test]
+    fn the_time_between_tries_doubles_up_to_a_minute() {
+        for (failures, seconds) in [(1, 2), (2, 4), (3, 8), (5, 32), (6, 60), (99, 60)] {
+            assert_eq!(
+                PACE.after(failures),
+                Duration::from_secs(seconds),
+                "{failures}"
+            );
+        }
     }
 }

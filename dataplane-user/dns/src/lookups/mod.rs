@@ -400,6 +400,7 @@ mod tests {
             (vec![3], ips(&["192.0.2.3"])),
             // The name goes: its last address stays.
             (vec![], ips(&["192.0.2.3"])),
+            (vec![5], ips(&["192.0.2.5"])),
         ] {
             let is_problem = answers.is_empty();
             say.send(answers).unwrap();
@@ -476,6 +477,11 @@ mod tests {
         let refused = names[NAMES - 1].clone();
         let told = next_of(&mut lookups, &refused).problem.unwrap();
         assert!(told.contains("name fewer"), "{told}");
+        // The next batch is not for half a second.
+        lookups.found.tell(refused.clone(), Resolved::default());
+        assert!(lookups.take().0.is_empty());
+        thread::sleep(PAUSE);
+        assert!(lookups.take().0.contains_key(&refused));
         // `want` reports the refusal once, until the name has a place.
         thread::sleep(PAUSE);
         lookups.want(names.clone(), last);
@@ -483,5 +489,12 @@ mod tests {
         names.remove(0);
         lookups.want(names, last);
         assert!(lookups.wanted.contains(&refused) && lookups.refused.is_empty());
+    }
+
+    #[test]
+    fn a_file_that_is_not_there_is_named() {
+        assert!(read(Path::new("/proc/self/comm")).is_ok_and(|text| text.ends_with('\n')));
+        let error = read(Path::new("/nowhere")).unwrap_err();
+        assert!(error.starts_with("cannot read /nowhere, "), "{error}");
     }
 }

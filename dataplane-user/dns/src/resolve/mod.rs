@@ -1,6 +1,8 @@
 //! Answers from resolvers: out of the cache, or by one query for all clients with the same question.
 
 #[cfg(test)]
+mod stale;
+#[cfg(test)]
 mod tests;
 
 use std::{

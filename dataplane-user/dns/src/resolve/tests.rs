@@ -10,7 +10,7 @@ use super::*;
 use crate::{LowerName, answer::Candidate};
 
 /// A resolver on loopback that answers each query with the result of `answers`. Returns also the number of its queries.
-async fn resolver(
+pub(super) async fn resolver(
     answers: impl Fn(Message) -> Vec<Vec<u8>> + Send + 'static,
 ) -> (SocketAddr, Arc<AtomicUsize>) {
     let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
@@ -31,7 +31,7 @@ async fn resolver(
 }
 
 /// The answer to a query: this address.
-fn answer(mut query: Message, last: u8) -> Vec<u8> {
+pub(super) fn answer(mut query: Message, last: u8) -> Vec<u8> {
     query.metadata.message_type = MessageType::Response;
     let name = query.queries[0].name().clone();
     query.add_answer(Record::from_rdata(
@@ -42,7 +42,7 @@ fn answer(mut query: Message, last: u8) -> Vec<u8> {
     query.to_vec().unwrap()
 }
 
-fn asked(name: &str) -> (Question, Ask) {
+pub(super) fn asked(name: &str) -> (Question, Ask) {
     let name = LowerName::parse(name).unwrap();
     let candidate = Candidate {
         records: Vec::new(),
@@ -63,7 +63,7 @@ fn asked(name: &str) -> (Question, Ask) {
     (question, ask)
 }
 
-fn addresses(reply: &Reply) -> Vec<String> {
+pub(super) fn addresses(reply: &Reply) -> Vec<String> {
     let message = Message::from_vec(reply.stored.bytes()).unwrap();
     message
         .answers
@@ -72,7 +72,7 @@ fn addresses(reply: &Reply) -> Vec<String> {
         .collect()
 }
 
-fn client(namespace: &str, resolvers: &[SocketAddr]) -> Client {
+pub(super) fn client(namespace: &str, resolvers: &[SocketAddr]) -> Client {
     Client {
         namespace: namespace.into(),
         ..Client::unknown(resolvers.to_vec())
@@ -81,7 +81,7 @@ fn client(namespace: &str, resolvers: &[SocketAddr]) -> Client {
 
 const FLIGHTS: usize = 1000;
 
-fn new() -> Arc<Resolver> {
+pub(super) fn new() -> Arc<Resolver> {
     Arc::new(Resolver::new(
         Cache::new(1 << 20, Duration::from_hours(24)),
         FLIGHTS,
@@ -91,7 +91,7 @@ fn new() -> Arc<Resolver> {
 }
 
 /// A resolver's answer with a code and no record.
-fn code(mut query: Message, code: ResponseCode) -> Vec<u8> {
+pub(super) fn code(mut query: Message, code: ResponseCode) -> Vec<u8> {
     query.metadata.message_type = MessageType::Response;
     query.metadata.response_code = code;
     query.to_vec().unwrap()
@@ -349,7 +349,7 @@ async fn a_namespace_that_asks_too_much_gets_the_stale_answers_that_are_there() 
 }
 
 /// An answer for a minute.
-fn old(question: &Question) -> Arc<Stored> {
+pub(super) fn old(question: &Question) -> Arc<Stored> {
     let mut message = Message::response(0, hickory_proto::op::OpCode::Query);
     message.add_query(hickory_proto::op::Query::query(
         question.name.to_name(),
@@ -359,7 +359,7 @@ fn old(question: &Question) -> Arc<Stored> {
     Arc::new(Stored::read(&bytes, &question.name, 1, false).unwrap())
 }
 
-fn past() -> Instant {
+pub(super) fn past() -> Instant {
     Instant::now()
         .checked_sub(Duration::from_secs(100))
         .unwrap()

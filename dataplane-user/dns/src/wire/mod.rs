@@ -4,6 +4,8 @@
 //! other answers.
 
 mod stored;
+#[cfg(test)]
+mod tests;
 
 use hickory_proto::op::ResponseCode;
 pub use stored::{Shape, Stored};

@@ -22,7 +22,7 @@ fn snapshot() -> Snapshot {
     snapshot
 }
 
-fn zone() -> Zone {
+pub(super) fn zone() -> Zone {
     Zone::new(Names::of(&snapshot()), TTLS)
 }
 
@@ -159,6 +159,20 @@ fn a_host_has_addresses_and_resolvers_know_the_rest() {
         ask(&Zone::new(Names::of(&part), TTLS), &cart, name, A).text(name),
         "ask db.example.net.shop.svc.cluster.local. db.example.net.svc.cluster.local. \
          db.example.net.cluster.local. else NoError"
+    );
+}
+
+#[test]
+fn an_explanation_names_the_entry_of_a_host() {
+    let zone = zone();
+    let said = ["x.example.com.", "range.example.net.", "other.example.net."].map(|name| {
+        let steps = dataplane_dns::steps(&zone, &client("shop"), name, A, |_, _| None).unwrap();
+        steps[0].object.clone().unwrap_or_default()
+    });
+    let without = "ServiceEntry shop/range, whose host range.example.net has no address";
+    assert_eq!(
+        said,
+        ["ServiceEntry default/api, host *.example.com", without, ""]
     );
 }
 

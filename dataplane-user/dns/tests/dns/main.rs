@@ -4,6 +4,7 @@
 mod hosts;
 mod names;
 mod search;
+mod server;
 mod specification;
 mod wire;
 

@@ -21,7 +21,7 @@ use model::{
 };
 use proptest::prelude::*;
 
-use crate::{TTLS, nobody};
+use crate::{TTLS, ask, cluster, nobody, zone};
 
 fn addr(last: u8) -> IpAddr {
     [10, 0, 0, last].into()
@@ -103,6 +103,140 @@ proptest! {
             }
         }
     }
+}
+
+/// Names between those that have records, and types that a name has no records of.
+#[test]
+fn names_without_records_exist_or_do_not() {
+    use RecordType::{A, AAAA, ANY, CNAME, PTR, SOA, SRV, TXT};
+    let (zone, nobody) = (zone(), nobody());
+    let (empty, missing) = ("NoError", "NXDomain");
+    for (name, of_type, wanted) in [
+        ("svc.cluster.local.", A, empty),
+        ("pod.cluster.local.", A, empty),
+        ("default.svc.cluster.local.", A, empty),
+        ("default.pod.cluster.local.", A, empty),
+        ("nothing.svc.cluster.local.", A, missing),
+        ("nothing.pod.cluster.local.", A, empty),
+        ("x.10-1-1-1.default.pod.cluster.local.", A, missing),
+        (
+            "default.other.cluster.local.",
+            A,
+            "ask default.other.cluster.local.",
+        ),
+        ("other.cluster.local.", A, "ask other.cluster.local."),
+        ("x.dns.cluster.local.", A, "ask x.dns.cluster.local."),
+        ("dns.cluster.local.", A, "ask dns.cluster.local."),
+        (
+            "x.dns-version.cluster.local.",
+            TXT,
+            "ask x.dns-version.cluster.local.",
+        ),
+        ("x.foo.default.svc.cluster.local.", A, missing),
+        ("_tcp.kubernetes.default.svc.cluster.local.", SRV, empty),
+        ("_udp.headless.default.svc.cluster.local.", SRV, empty),
+        ("_sctp.headless.default.svc.cluster.local.", SRV, missing),
+        ("_sctp.web.shop.svc.cluster.local.", SRV, empty),
+        (
+            "_https._tcp.kubernetes.default.svc.cluster.local.",
+            A,
+            empty,
+        ),
+        (
+            "https._tcp.kubernetes.default.svc.cluster.local.",
+            SRV,
+            missing,
+        ),
+        (
+            "_dns._tcp.kubernetes.default.svc.cluster.local.",
+            SRV,
+            missing,
+        ),
+        (
+            "_other._tcp.kubernetes.default.svc.cluster.local.",
+            SRV,
+            missing,
+        ),
+        (
+            "x._https._tcp.kubernetes.default.svc.cluster.local.",
+            SRV,
+            missing,
+        ),
+        ("kubernetes.default.svc.cluster.local.", TXT, empty),
+        ("kubernetes.default.svc.cluster.local.", CNAME, empty),
+        (
+            "_second._tcp.two.default.svc.cluster.local.",
+            SRV,
+            "NoError; SRV 0 100 2 two.default.svc.cluster.local.",
+        ),
+        (
+            "kubernetes.default.svc.cluster.local.",
+            ANY,
+            "NoError; A 10.3.0.1; AAAA 2001:db8::1",
+        ),
+        ("dns-version.cluster.local.", A, empty),
+        ("dns-version.cluster.local.", ANY, "NoError; TXT 1.1.0"),
+        ("cluster.local.", TXT, empty),
+        (
+            "inner.default.svc.cluster.local.",
+            CNAME,
+            "NoError; CNAME kubernetes.default.svc.cluster.local.",
+        ),
+        ("1.0.3.10.in-addr.arpa.", A, empty),
+        (
+            "1.0.3.10.in-addr.arpa.",
+            ANY,
+            "NoError; PTR kubernetes.default.svc.cluster.local.",
+        ),
+        ("9.9.9.10.in-addr.arpa.", PTR, "ask 9.9.9.10.in-addr.arpa."),
+        ("10-244-1-8.default.pod.cluster.local.", AAAA, empty),
+        (
+            "10-244-1-8.default.pod.cluster.local.",
+            ANY,
+            "NoError; A 10.244.1.8",
+        ),
+        ("10.244.1.8.default.pod.cluster.local.", A, missing),
+        ("kubernetes.default.svc.cluster.local.", SOA, empty),
+    ] {
+        assert_eq!(
+            ask(&zone, &nobody, name, of_type).text(name),
+            wanted,
+            "{name} {of_type}"
+        );
+    }
+}
+
+#[test]
+fn a_namespace_that_does_not_exist_has_no_names() {
+    let namespaces = ["default", "empty"].map(Arc::<str>::from);
+    let snapshot = Snapshot {
+        namespaces: Some(namespaces.into_iter().collect()),
+        ..cluster()
+    };
+    let (zone, nobody) = (Zone::new(Names::of(&snapshot), TTLS), nobody());
+    for (name, wanted) in [
+        ("default.svc.cluster.local.", "NoError"),
+        ("empty.svc.cluster.local.", "NoError"),
+        ("nothing.svc.cluster.local.", "NXDomain"),
+        ("empty.pod.cluster.local.", "NoError"),
+        ("nothing.pod.cluster.local.", "NXDomain"),
+        ("10-1-1-1.empty.pod.cluster.local.", "NoError; A 10.1.1.1"),
+        ("10-1-1-1.nothing.pod.cluster.local.", "NXDomain"),
+    ] {
+        assert_eq!(
+            ask(&zone, &nobody, name, RecordType::A).text(name),
+            wanted,
+            "{name}"
+        );
+    }
+}
+
+/// Without the cluster's domain, resolvers are asked for each name.
+#[test]
+fn no_domain_is_no_zone() {
+    let (zone, name) = (Zone::new(Names::default(), TTLS), "web.shop.svc.");
+    let told = ask(&zone, &nobody(), name, RecordType::A);
+    assert_eq!(told.text(name), "ask web.shop.svc.");
 }
 
 /// A message has a cost only for the records that fit into it: here a tenant's service has ten million pairs of an

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use dataplane_dns::{Client, LowerName, ResolvConf, Zone};
-use hickory_proto::rr::RecordType::{A, AAAA};
+use hickory_proto::rr::RecordType::{A, AAAA, CNAME};
 use model::{Names, Snapshot, WorkloadName};
 
 use super::{TTLS, ask, cluster, zone};
@@ -58,6 +58,13 @@ fn what_a_pod_would_ask_next_is_answered_at_once() {
              inner.default.svc.cluster.local. CNAME kubernetes.default.svc.cluster.local.; \
              kubernetes.default.svc.cluster.local. A 10.3.0.1",
         ),
+        // The alias of an alias itself.
+        (
+            "foo.default.shop.svc.cluster.local.",
+            CNAME,
+            "NoError; CNAME foo.default.svc.cluster.local.; \
+             foo.default.svc.cluster.local. CNAME www.example.com.",
+        ),
         // A foreign name: the server leaves out names that the cluster does not have, and asks resolvers for the rest
         // in order.
         (
@@ -108,6 +115,21 @@ fn a_pod_without_the_clusters_list_gets_what_it_asks_for() {
     ] {
         assert_eq!(ask(&zone, &other, name, A).text(name), wanted, "{name}");
     }
+}
+
+/// A client's resolver does not append the list to the list's first entry.
+#[test]
+fn the_first_entry_itself_is_no_name_of_the_list() {
+    let zone = zone();
+    let client = Client {
+        search: ["gone.svc.cluster.local", "svc.cluster.local"]
+            .map(|end| LowerName::parse(end).unwrap())
+            .into(),
+        ndots: 5,
+        ..Client::unknown(Vec::new())
+    };
+    let name = "gone.svc.cluster.local.";
+    assert_eq!(ask(&zone, &client, name, A).text(name), "NXDomain");
 }
 
 /// Below the cluster's domain, but not where services are: only resolvers know whether such a name exists.
@@ -223,4 +245,90 @@ fn explanations_are_the_servers_answers() {
             }
         }
     }
+}
+
+/// The steps of the client's own resolver: the names in its order, until one exists or resolvers are asked.
+#[test]
+fn an_explanation_has_the_names_in_their_order_and_their_objects() {
+    let zone = zone();
+    let cart = pod(&zone, "cart");
+    let said = |client: &Client, text: &str, of_type| {
+        let steps = dataplane_dns::steps(&zone, client, text, of_type, |_, _| None).unwrap();
+        let step = |step: &dataplane_dns::Step| {
+            let object = step.object.as_deref().unwrap_or("-");
+            let code = step.code.as_deref().unwrap_or("asks");
+            let addresses: Vec<_> = step.addresses.iter().map(ToString::to_string).collect();
+            format!(
+                "{} {} {object} {code} {}",
+                step.name,
+                step.rule,
+                addresses.join(" ")
+            )
+        };
+        steps.iter().map(step).collect::<Vec<_>>()
+    };
+    let short = Client {
+        search: vec![LowerName::parse("shop.svc.cluster.local").unwrap()],
+        ndots: 2,
+        ..cart.clone()
+    };
+    for (client, text, of_type, wanted) in [
+        (
+            &cart,
+            "web",
+            A,
+            &["web.shop.svc.cluster.local. service Service shop/web No Error 10.3.0.20"][..],
+        ),
+        (
+            &cart,
+            "kubernetes.default",
+            AAAA,
+            &[
+                "kubernetes.default.shop.svc.cluster.local. search Service default/kubernetes No Error 2001:db8::1",
+            ],
+        ),
+        (
+            &cart,
+            "foo.default.svc.cluster.local.",
+            A,
+            &["foo.default.svc.cluster.local. alias Service default/foo asks "],
+        ),
+        // Five dots, and four.
+        (&cart, "a.b.c.d.e.f", A, &["a.b.c.d.e.f. forward - asks "]),
+        (
+            &cart,
+            "a.b.c.d.e",
+            A,
+            &["a.b.c.d.e.shop.svc.cluster.local. search - asks "],
+        ),
+        (&short, "a.b.", A, &["a.b. forward - asks "]),
+        (
+            &short,
+            "x.nothing.svc.cluster.local",
+            A,
+            &[
+                "x.nothing.svc.cluster.local. missing - Non-Existent Domain ",
+                "x.nothing.svc.cluster.local.shop.svc.cluster.local. missing - Non-Existent Domain ",
+            ],
+        ),
+    ] {
+        assert_eq!(said(client, text, of_type), wanted, "{text}");
+    }
+    assert!(dataplane_dns::steps(&zone, &cart, "a..b", A, |_, _| None).is_err());
+    // An answer of the cache, if it says that the name is missing.
+    let missing = |name: &LowerName, _: &_| {
+        let mut answer = dataplane_dns::question(0, name, A.into(), 1, false);
+        (answer[2], answer[3]) = (0x81, 0x83);
+        Some(answer)
+    };
+    let steps = dataplane_dns::steps(&zone, &short, "a.b.c", A, missing).unwrap();
+    // As clients of the agent get it.
+    let said = serde_json::to_value(steps).unwrap();
+    assert_eq!(
+        (&said[0]["name"], &said[0]["cached"]),
+        (&"a.b.c.".into(), &true.into())
+    );
+    let second = &said[1];
+    assert_eq!(second["name"], "a.b.c.shop.svc.cluster.local.");
+    assert!(second.get("cached").is_none(), "{second}");
 }
