@@ -1,8 +1,6 @@
 //! What the proxy shows of itself, its settings, and the engine of tunnels beside it.
 
-use model::{
-    AllowedNamespaces, Gateway, GatewayAddress, Identity, IstioNamespace, authorization::PolicyName,
-};
+use model::{Gateway, GatewayAddress, Identity, IstioNamespace, authorization::PolicyName};
 use prometheus_client::{collector::Collector, encoding::text};
 use relay::{Attached, Direction, Handed, Listener, Tunnelling};
 use std::time::Instant;
@@ -262,7 +260,7 @@ pub fn with_waypoint(of: Service) -> Snapshot {
         for_services: true,
         for_workloads: false,
         addresses: [GatewayAddress::Ip(at)].into(),
-        allowed: AllowedNamespaces::Same,
+        ..Gateway::default()
     };
     let istio = &mut snapshot.istio;
     istio.waypoints = true;
@@ -313,6 +311,10 @@ impl Tunnelling for Notes {
             streams,
         };
         vec![view(1, 3), view(1, 4), view(99, 5)]
+    }
+
+    fn held(&self) -> [usize; 2] {
+        [0, 1]
     }
 
     fn take(&self, _: &Arc<Attached>, _: &Arc<[Listener]>) {
