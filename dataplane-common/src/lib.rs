@@ -62,4 +62,4 @@ pub const OF_AGENT: u32 = 0xdada_0007;
 ///
 /// No version had layout 12: it is the layout from which connections are taken over. The tests use it as the previous
 /// layout.
-pub const LAYOUT: u32 = 13;
+pub const LAYOUT: u32 = 14;

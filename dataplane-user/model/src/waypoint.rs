@@ -102,15 +102,15 @@ impl Istio {
     }
 
     /// Returns the Gateway whose Pod a workload on this node is, and how it takes streams. `None`: as other Pods, also if the
-    /// Gateway has no address.
+    /// Gateway has no address, unless streams have a header: without it, the Pod would take the client's bytes for one.
     pub fn bound(&self, workload: &Workload) -> Option<(ServiceName, Binding)> {
         let mut labels = workload.labels.iter();
         let name = labels.find_map(|(key, value)| (**key == *LABEL_GATEWAY).then_some(value))?;
         let name = ServiceName::new(workload.name.namespace(), name);
-        let gateway = self.gateways.get(&name);
-        let gateway = gateway.filter(|of| !of.addresses.is_empty())?;
+        let gateway = self.gateways.get(&name)?;
         let binding = self.binding(gateway)?;
-        Some((name, binding))
+        let is_so = binding.has_header || !gateway.addresses.is_empty();
+        is_so.then_some((name, binding))
     }
 
     fn allows(&self, gateway: &Gateway, name: &ServiceName, namespace: &str) -> bool {

@@ -45,7 +45,9 @@ use super::{
 const GIVEN_UP: (u32, u32) = (1000, 200);
 /// The pause of the accept loop after an error, such as too many open files, and while the socket has its share of the tunnels.
 /// Also the time limit for sending GOAWAY to a peer whose tunnel is cut.
-const PAUSE: Duration = Duration::from_millis(100);
+pub(super) const PAUSE: Duration = Duration::from_millis(100);
+/// A tunnel that waits tries to take the place of another one each time that it has paused so often.
+const TRIES: u64 = 10;
 /// The time for which a failed handshake keeps its place. This limits the rate of handshakes, and so their CPU time, because
 /// places are limited.
 pub const FAILED: Duration = Duration::from_secs(1);
@@ -185,6 +187,7 @@ async fn accept<I: Identities + 'static, A: Inbound>(
     let own = served.core.bounds.socket(served.own.namespace());
     loop {
         let accepted = tokio::select! {
+            biased;
             _ = drains.changed() => return,
             accepted = listener.accept() => accepted,
         };
@@ -195,15 +198,18 @@ async fn accept<I: Identities + 'static, A: Inbound>(
             sleep(PAUSE).await;
             continue;
         };
-        // A drain goes on with the tunnel that is accepted already.
+        // A drain goes on with the tunnel that is accepted already, unless it has no place.
         let placed = tokio::select! {
             () = until_dropped(drains.clone()) => return,
-            placed = place(served, &own, client.ip()) => placed,
+            placed = place(served, &own, client.ip(), &drains) => placed,
         };
         let place = match placed {
             Ok(place) => place,
-            Err((has, kind)) => {
+            Err(refused) => {
                 socket::reset_on_close(&socket);
+                let Some((has, kind)) = refused else {
+                    return;
+                };
                 let to = client;
                 let error = Error::TooMany { to, has, kind };
                 served.inbound.failed(client, &error);
@@ -234,26 +240,32 @@ async fn until_dropped(mut drains: watch::Receiver<()>) {
     while drains.changed().await.is_ok() {}
 }
 
-/// Waits until the listening socket has a place for a tunnel of this client.
+/// Waits until the listening socket has a place for a tunnel of this client. Tries every second to take the place of another tunnel.
 ///
 /// # Errors
-/// The number and the kind of tunnels that the client has, if this is its share.
+/// The number and the kind of tunnels that the client has, if this is its share. `None`: the tunnel waits, and the socket is drained.
 async fn place<I, A: Inbound>(
     served: &Served<I, A>,
     own: &Socket,
     client: IpAddr,
-) -> Result<Place, (usize, &'static str)> {
+    drains: &watch::Receiver<()>,
+) -> Result<Place, Option<(usize, &'static str)>> {
     let client = served.inbound.client(client);
-    let mut waits = false;
+    let mut tries = 0_u64;
     loop {
-        match served.core.bounds.admit(own, &client, waits) {
+        let has_waited = !tries.is_multiple_of(TRIES);
+        match served.core.bounds.admit(own, &client, has_waited) {
             Admission::Admitted(place) => return Ok(place),
-            Admission::Refused(has, kind) => return Err((has, kind)),
+            Admission::Refused(has, kind) => return Err(Some((has, kind))),
             Admission::Wait(exceeded) => {
-                if !std::mem::replace(&mut waits, true) {
+                if drains.has_changed().unwrap_or(true) {
+                    return Err(None);
+                }
+                if tries == 0 {
                     served.inbound.waits(exceeded);
                 }
                 sleep(PAUSE).await;
+                tries += 1;
             }
         }
     }
@@ -477,14 +489,9 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_established_stream_holds_little_memory() {
-        let answering = async { None };
-        let size = size_of_val(&relay(Box::pin(answering)));
-        assert!(size <= 656, "{size} bytes");
-    }
+#[test]
+fn an_established_stream_holds_little_memory() {
+    let answering = async { None };
+    let size = size_of_val(&relay(Box::pin(answering)));
+    assert!(size <= 656, "{size} bytes");
 }

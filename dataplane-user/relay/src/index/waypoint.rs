@@ -35,8 +35,9 @@ impl Index {
 
     /// Returns the Gateway whose Pod an attached workload is, and how it takes the streams of tunnels. `None`: as other Pods.
     pub fn bound(&self, own: &Arc<Workload>) -> Option<(ServiceName, Binding)> {
-        // Its labels may have changed.
-        let own = self.snapshot.workloads.get(&own.name).unwrap_or(own);
+        // Its labels may have changed. A later Pod of its name is another one.
+        let known = self.snapshot.workloads.get(&own.name);
+        let own = known.filter(|known| known.uid == own.uid).unwrap_or(own);
         self.snapshot.istio.bound(own)
     }
 

@@ -8,7 +8,8 @@
 //!
 //! Several clients together can use up such a share. A client with few tunnels then takes the place of a tunnel of the client
 //! with the most, if that tunnel carries no connection. Each time, the numbers of the clients' tunnels become more equal, so
-//! clients cannot take places from each other in turn, without end.
+//! clients cannot take places from each other in turn, without end. A namespace takes no place of a namespace that has fewer
+//! tunnels, and a listening socket none of a socket that has fewer.
 
 #[cfg(test)]
 mod tests;
@@ -20,18 +21,23 @@ use std::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
+    time::{Duration, Instant},
 };
 
 use relay::{Client, Exceeded};
 use tokio::sync::Notify;
 
-use super::{Settings, tunnel::Tunnel};
+use super::{Settings, inbound::PAUSE, tunnel::Tunnel};
 
 /// The maximum number of tunnels of a namespace, listening socket or client, in multiples of the free ones.
 const SHARE: usize = 4;
 /// A client with at least so many tunnels takes no place of another client's tunnel. Clients with many are then refused without
 /// a search.
 const FEW: usize = 4;
+/// The time after the handshake in which a tunnel without a stream keeps its place.
+const NEW: Duration = Duration::from_secs(1);
+/// The number of failed searches after which old ones are forgotten.
+const FAILED: usize = 1024;
 /// The index of the counts of tunnels whose handshake is not finished.
 const UNFINISHED: usize = 0;
 /// The index of the counts of all tunnels.
@@ -71,17 +77,20 @@ pub struct Socket {
 struct Held {
     /// The process, the namespace and the listening socket, and then the client's share of each.
     holders: [Holder; 6],
-    /// The tunnel, after its handshake.
-    tunnel: OnceLock<Arc<Tunnel>>,
+    /// The tunnel, and the time of the end of its handshake.
+    tunnel: OnceLock<(Arc<Tunnel>, Instant)>,
     /// Notified when a tunnel of another client takes the place.
     lost: Notify,
 }
 
 impl Held {
-    /// Returns whether another tunnel may take the place, so that a tunnel less is counted at this stage.
+    /// Returns whether another tunnel may take the place, so that a tunnel less is counted at this stage. The first stream of a new
+    /// tunnel may be on its way.
     fn may_end(&self, stage: usize) -> bool {
-        let tunnel = self.tunnel.get();
-        tunnel.is_none_or(|tunnel| stage == ALL && tunnel.streams() == 0)
+        self.tunnel.get().is_none_or(|(tunnel, since)| {
+            let is_new = tunnel.opened() == 0 && since.elapsed() < NEW;
+            stage == ALL && tunnel.streams() == 0 && !is_new
+        })
     }
 }
 
@@ -92,6 +101,8 @@ struct Table {
     /// The tunnels by age.
     held: BTreeMap<u64, Arc<Held>>,
     next: u64,
+    /// The clients for which no place was found lately, and when.
+    failed: HashMap<Holder, Instant>,
 }
 
 impl Table {
@@ -139,13 +150,26 @@ impl Table {
     }
 
     /// Ends the oldest tunnel that [may end](Held::may_end) of the client that has the most tunnels of the `scope`, an index of
-    /// the holders. Has no effect, and returns `false`, if no client has at least two tunnels more than the client of `holders`.
+    /// the holders. Has no effect, and returns `false`, if no client has at least two tunnels more than the client of `holders`,
+    /// or if nothing was found for this client a moment ago: the search looks at all tunnels.
     fn displace(&mut self, holders: &[Holder; 6], (scope, stage): (usize, usize)) -> bool {
+        let client = &holders[scope + WHOSE.len()];
+        if self
+            .failed
+            .get(client)
+            .is_some_and(|at| at.elapsed() < PAUSE)
+        {
+            return false;
+        }
         let has = |of: &[Holder; 6]| self.count(&of[scope + WHOSE.len()])[stage];
-        let others = self
-            .held
-            .iter()
-            .filter(|(_, held)| held.holders[scope] == holders[scope] && held.may_end(stage));
+        let part = (scope + 1).min(SOCKET);
+        let own = self.count(&holders[part])[stage];
+        let leaves_part = |of: &Holder| *of == holders[part] || self.count(of)[stage] > own;
+        let others = self.held.iter().filter(|(_, held)| {
+            held.holders[scope] == holders[scope]
+                && held.may_end(stage)
+                && leaves_part(&held.holders[part])
+        });
         let most = others
             .map(|(number, held)| (has(&held.holders), Reverse(*number)))
             .max();
@@ -154,7 +178,13 @@ impl Table {
                 self.remove(number);
                 true
             }
-            _ => false,
+            _ => {
+                if self.failed.len() >= FAILED {
+                    self.failed.retain(|_, at| at.elapsed() < PAUSE);
+                }
+                self.failed.insert(client.clone(), Instant::now());
+                false
+            }
         }
     }
 }
@@ -234,7 +264,7 @@ impl Bounds {
             // The tunnel takes exactly the place of the other one: no share becomes larger.
             if !(may_displace && table.displace(&holders, (scope, stage))) {
                 let holder = WHOSE[scope];
-                return match has {
+                return match counts[WHOSE.len() + SOCKET][stage] {
                     0 => Admission::Wait(Exceeded { holder, what }),
                     // Others would wait behind this client.
                     _ => Admission::Refused(has, what),
@@ -302,8 +332,8 @@ impl Place {
     /// Notes that the handshake is finished: the tunnel is established.
     pub fn finish(&self, tunnel: &Arc<Tunnel>) {
         let mut table = self.bounds.lock();
-        if table.held.contains_key(&self.number) && self.held.tunnel.set(Arc::clone(tunnel)).is_ok()
-        {
+        let finished = (Arc::clone(tunnel), Instant::now());
+        if table.held.contains_key(&self.number) && self.held.tunnel.set(finished).is_ok() {
             table.subtract(&self.held, UNFINISHED);
         }
     }

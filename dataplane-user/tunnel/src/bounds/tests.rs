@@ -12,7 +12,7 @@ use crate::{
     tunnel::Registry,
 };
 
-/// Returns an established tunnel without streams.
+/// Returns an established tunnel whose streams have ended.
 fn tunnel() -> Arc<Tunnel> {
     let at = SystemTime::now();
     let peer = VerifiedPeer {
@@ -23,6 +23,7 @@ fn tunnel() -> Arc<Tunnel> {
     };
     let from = (Ipv4Addr::LOCALHOST, 1).into();
     let entry = Arc::new(Registry::default()).add(peer, from, (1, None), Arc::default());
+    drop(entry.tunnel.lease());
     Arc::clone(&entry.tunnel)
 }
 
@@ -223,4 +224,68 @@ fn clients_do_not_take_places_from_each_other_without_end() {
         (before - 1..=before).contains(&taken),
         "{taken} of {before}"
     );
+}
+
+/// A client of a namespace that has used up its share takes no place of a namespace that has fewer tunnels.
+#[test]
+fn a_namespace_takes_no_place_of_a_smaller_one() {
+    let bounds = bounds(1000, 40);
+    let [blog, shop] = ["blog", "shop"].map(|of| bounds.socket(of));
+    let mut gateway = fill(&bounds, &blog, &client(1), true);
+    gateway.truncate(8);
+    let mut others = Vec::new();
+    for (name, numbers) in [("shop", 2..100), ("a", 100..150), ("b", 150..200)] {
+        for number in numbers {
+            // Each client has one tunnel.
+            let socket = bounds.socket(name);
+            if let Admission::Admitted(place) = bounds.admit(&socket, &client(number), true) {
+                place.finish(&tunnel());
+                others.push(place);
+            }
+        }
+    }
+    assert_eq!(
+        gateway.len() + others.len(),
+        40,
+        "the process has no place left"
+    );
+    assert!(matches!(
+        bounds.admit(&shop, &client(200), false),
+        Admission::Wait(_)
+    ));
+    assert_eq!(lost(&bounds, &gateway), 0);
+    // A namespace with fewer tunnels takes a place of the client with the most.
+    let new = bounds.socket("new");
+    assert!(matches!(
+        bounds.admit(&new, &client(201), false),
+        Admission::Admitted(_)
+    ));
+    assert_eq!(lost(&bounds, &gateway), 1);
+}
+
+#[test]
+fn a_new_tunnel_keeps_its_place_until_its_first_stream() {
+    let bounds = bounds(1000, 40);
+    let socket = bounds.socket("shop");
+    let at = SystemTime::now();
+    let peer = VerifiedPeer {
+        identity: identity("client"),
+        chain: [].into(),
+        at,
+        until: at + HOUR,
+    };
+    let from = (Ipv4Addr::LOCALHOST, 1).into();
+    let entry = Arc::new(Registry::default()).add(peer, from, (1, None), Arc::default());
+    let mut places = Vec::new();
+    for number in 1..60 {
+        for place in fill(&bounds, &socket, &client(number), false) {
+            place.finish(&entry.tunnel);
+            places.push(place);
+        }
+    }
+    let admit = |number| bounds.admit(&socket, &client(number), false);
+    assert!(matches!(admit(200), Admission::Wait(_)));
+    drop(entry.tunnel.lease());
+    assert!(matches!(admit(201), Admission::Admitted(_)));
+    assert_eq!(bounds.lock().failed.len(), 1, "the search of 200");
 }
