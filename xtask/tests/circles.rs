@@ -212,7 +212,7 @@ const KNOTS: [(&str, usize); 6] = [
     ("benches", 4),
     ("dataplane-common", 2),
     ("dataplane-ebpf", 5),
-    ("dataplane-user/kernel", 66),
+    ("dataplane-user/kernel", 63),
     ("dataplane-user/source", 11),
     ("proof", 2),
 ];

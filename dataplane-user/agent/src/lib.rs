@@ -45,7 +45,7 @@ use std::{
 };
 
 pub use input::{Input, InputError, snapshot_of, source};
-use kernel::{opener, tables::ServiceTables};
+use kernel::{ServiceTables, opener};
 pub use mesh::{namespace_with, options as mesh_options};
 use plan::{AdoptError, Planner};
 use settings::Settings;

@@ -14,7 +14,7 @@ use dataplane_common::{
     Addr, Port, Protocol,
     tables::{Frontend, FrontendKey, Kind},
 };
-use kernel::tables::ServiceTables;
+use kernel::ServiceTables;
 use plan::{Departures, Plan, Planner, Served};
 use tokio::sync::watch;
 use tracing::{debug, error, info, warn};

@@ -2,11 +2,13 @@
 //! tables. The only room that names aya, and the only one in user space with `unsafe`.
 
 pub mod boot;
+mod boot_guard;
 pub mod capture;
 mod cgroup;
 mod change_news;
 pub mod cleanup;
 pub mod conntrack;
+mod direct;
 mod error;
 mod fields;
 pub mod interfaces;
@@ -34,6 +36,7 @@ mod protected;
 pub mod rig;
 pub mod routing;
 mod rtnetlink;
+mod services;
 pub mod sockets;
 mod sources;
 mod sys;
@@ -57,24 +60,24 @@ use std::{
 };
 
 use aya::Ebpf;
-pub use cgroup::cgroup2_root;
 pub use change_news::ChangeNews;
+pub use direct::DirectFlows;
 pub use error::Error;
 pub use monitor::Monitor;
 use nix::fcntl::Flock;
 pub use open::Loading;
 use plan::{Captured, Contents, Demand, Write, ipsec::Policy};
 pub use programs::Attachment;
+pub use services::ServiceTables;
 
 use self::{
-    boot::guard,
     capture::{Capture, Namespace},
+    cgroup::cgroup2_root,
     cleanup::{CleanupItem, cleanup},
-    conntrack::DirectFlows,
     log::ProgramLog,
     packet::{Network, PacketPath},
     pins::Pins,
-    tables::{Growth, ServiceTables, Tables},
+    tables::{Growth, Tables},
     tc::Hook,
 };
 
@@ -287,7 +290,7 @@ impl Kernel {
     /// If the sign of the guard cannot be removed. The next agent then guards again.
     pub fn end_boot_guard(&mut self) -> Result<(), Error> {
         self.capture.boot_guard = false;
-        guard::lower(self.pins.root())
+        boot_guard::lower(self.pins.root())
     }
 
     /// Attaches capture's program to these interfaces of workloads, and detaches it from all others. Call it before

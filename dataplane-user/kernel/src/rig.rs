@@ -22,22 +22,22 @@ use dataplane_common::{
 use plan::Write;
 use zerocopy::IntoBytes as _;
 
+pub use super::{
+    conntrack::Table,
+    map::{Hash, Plain},
+    sys::SkbContext,
+};
 use super::{
-    conntrack::DirectFlows,
+    direct::DirectFlows,
     error::{Doing, Error},
     map::Mapped,
     packet::{Network, PacketOptions, PacketPath},
     pins::{Pins, slots_for, spec},
     programs::{self, CAPTURE_PROGRAMS},
+    services::write,
     sys,
     tables::Tables,
-    tables::services::write,
     tc::Direction,
-};
-pub use super::{
-    conntrack::Table,
-    map::{Hash, Plain},
-    sys::SkbContext,
 };
 
 /// The programs, and every table that they keep.

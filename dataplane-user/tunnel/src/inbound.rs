@@ -27,7 +27,7 @@ use tokio::{
 use tokio_rustls::TlsAcceptor;
 
 use super::{
-    Core, READ,
+    Core, PAUSE, READ,
     bounds::{Admission, Place, Socket},
     budget::Account,
     copy::{CloseReason, Flow, Stream},
@@ -43,9 +43,6 @@ use super::{
 /// Streams that a peer may reset before their answer, in a burst and in each second: each costs a connection to the
 /// application (rapid reset).
 const GIVEN_UP: (u32, u32) = (1000, 200);
-/// The pause of the accept loop after an error, such as too many open files, and while the socket has its share of the tunnels.
-/// Also the time limit for sending GOAWAY to a peer whose tunnel is cut.
-pub(super) const PAUSE: Duration = Duration::from_millis(100);
 /// A tunnel that waits tries to take the place of another one each time that it has paused so often.
 const TRIES: u64 = 10;
 /// The time for which a failed handshake keeps its place. This limits the rate of handshakes, and so their CPU time, because

@@ -130,6 +130,9 @@ impl Settings {
     }
 }
 
+/// The pause of the accept loop after an error, such as too many open files, and while the socket has its share of the tunnels.
+/// Also the time limit for sending GOAWAY to a peer whose tunnel is cut.
+const PAUSE: Duration = Duration::from_millis(100);
 /// The maximum number of streams of a peer in one tunnel. Agents have up to 128, and ztunnels up to 100.
 const STREAMS: u32 = 256;
 /// The window of a tunnel: the sum of the windows of all its streams, so that stalled streams do not slow other streams.

@@ -21,10 +21,7 @@ use std::{
 
 use admin::State;
 use dataplane_common::Protocol;
-use kernel::{
-    conntrack::{Conntrack, DirectFlows},
-    sockets::Peers,
-};
+use kernel::{DirectFlows, conntrack::Conntrack, sockets::Peers};
 use plan::{Departed, Served};
 use tokio::sync::watch;
 

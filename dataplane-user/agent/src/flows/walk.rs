@@ -6,7 +6,10 @@ use std::{
 };
 
 use admin::State;
-use kernel::conntrack::{Collector, Conntrack, DirectFlows, Listed};
+use kernel::{
+    DirectFlows,
+    conntrack::{Collector, Conntrack, Listed},
+};
 use plan::Served;
 use tokio::sync::watch;
 use tracing::{debug, info, warn};

@@ -50,7 +50,7 @@ pub use self::{
     tables::CaptureTables,
 };
 use super::{
-    boot::guard,
+    boot_guard,
     error::{Doing, Error},
     pins::Pins,
     programs::{self, INBOUND, PROBE_EVENTS, TCP_EVENTS},
@@ -130,11 +130,11 @@ impl Capture {
             probes: None,
             packets: None,
             lease: QueryLease::open(pins)?,
-            boot_guard: guard::stands(pins.root())?,
+            boot_guard: boot_guard::stands(pins.root())?,
         };
         if let Some(options) = options {
             if capture.boot_guard {
-                tables.set_mesh(guard::refusing(tables.mesh(), options.outbound));
+                tables.set_mesh(boot_guard::refusing(tables.mesh(), options.outbound));
             }
             let earlier = capture.tables.config();
             let before = match earlier.agent_cgroup {
@@ -150,7 +150,7 @@ impl Capture {
             }
         } else {
             tables.set_mesh(0);
-            guard::lower(pins.root())?;
+            boot_guard::lower(pins.root())?;
             // Without the programs, packets that these rules bring to sockets here would find none.
             let entries = capture.held.namespaces.iter();
             let routed = entries.filter(|(_, entry)| entry.flags & Enrolled::VIRTUAL != 0);
@@ -294,7 +294,7 @@ impl Capture {
         if guard {
             mesh |= MESH_GUARD | MESH_NAMESPACES;
             if self.boot_guard {
-                mesh |= guard::FLAGS;
+                mesh |= boot_guard::FLAGS;
             }
         }
         if wanted.locals.values().any(Local::is_by_packets) {

@@ -12,7 +12,7 @@ use std::{
 pub use item::CleanupItem;
 
 use super::{
-    boot,
+    boot_guard,
     error::{Doing, Error},
     layouts::layouts,
     netfilter::{guard, keep_nat},
@@ -44,7 +44,7 @@ pub fn cleanup(bpffs: &Path, dry_run: bool) -> Result<Vec<CleanupItem>, Error> {
         items.extend(remove_layout(&layout, dry_run)?);
     }
     items.extend(tc::remove_filters(bpffs, dry_run)?);
-    remove_directory(&boot::guard::sign(bpffs), dry_run, &mut items)?;
+    remove_directory(&boot_guard::sign(bpffs), dry_run, &mut items)?;
     remove_directory(bpffs, dry_run, &mut items)?;
     Ok(items)
 }

@@ -4,7 +4,6 @@
 //! end, and adds those that the kernel's own conntrack translates already.
 
 mod collect;
-mod direct;
 mod flow;
 mod forecast;
 pub mod room;
@@ -22,7 +21,6 @@ use dataplane_common::{
     seen,
     states::Timeouts,
 };
-pub use direct::DirectFlows;
 pub use flow::Flow;
 use nix::time::{ClockId, clock_gettime};
 pub use table::{Table, Walk};

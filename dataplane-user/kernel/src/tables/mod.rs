@@ -4,7 +4,6 @@ mod affinity;
 mod filter;
 mod growth;
 mod retire;
-pub(crate) mod services;
 mod stats;
 mod usage;
 mod vips;
@@ -28,7 +27,6 @@ use dataplane_common::{
 };
 pub use growth::{Growth, Limits};
 use plan::{Contents, Demand};
-pub use services::ServiceTables;
 use stats::Stats;
 pub use usage::Usage;
 use vips::Vips;

@@ -27,7 +27,7 @@ use std::{
 use relay::{Client, Exceeded};
 use tokio::sync::Notify;
 
-use super::{Settings, inbound::PAUSE, tunnel::Tunnel};
+use super::{PAUSE, Settings, tunnel::Tunnel};
 
 /// The maximum number of tunnels of a namespace, listening socket or client, in multiples of the free ones.
 const SHARE: usize = 4;

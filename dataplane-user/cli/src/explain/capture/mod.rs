@@ -477,7 +477,7 @@ pub fn cgroups_of(pid: u32) -> anyhow::Result<Vec<(u64, PathBuf)>> {
     let text = fs::read_to_string(&file).with_context(|| format!("cannot read {file}"))?;
     let path = text.lines().find_map(|line| line.strip_prefix("0::/"));
     let path = PathBuf::from(path.unwrap_or_default());
-    let root = kernel::cgroup2_root()?;
+    let root = kernel::Paths::find(PathBuf::new(), None)?.cgroup;
     let all = path.ancestors().filter_map(|path| {
         let id = fs::metadata(root.join(path)).ok()?.ino();
         Some((id, Path::new("/").join(path)))

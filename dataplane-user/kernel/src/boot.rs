@@ -1,10 +1,11 @@
-//! Raises the [guard](super::guard) of `dataplane guard`.
+//! Raises the [guard](super::boot_guard) of `dataplane guard`.
 
 use std::{fs, path::Path};
 
 use dataplane_common::capture::MESH_GUARD;
 
-use super::guard;
+use super::boot_guard;
+pub use super::boot_guard::stands;
 use crate::{
     Kernel, Paths,
     capture::CaptureOptions,
@@ -24,7 +25,7 @@ use crate::{
 /// # Errors
 /// If the directory or the tables cannot be read.
 pub fn is_in_force(bpffs: &Path) -> Result<bool, Error> {
-    if !guard::stands(bpffs)? || !Tables::exist(bpffs)? {
+    if !stands(bpffs)? || !Tables::exist(bpffs)? {
         return Ok(false);
     }
     Ok(Tables::open(bpffs)?.mesh() & MESH_GUARD != 0)
@@ -49,14 +50,14 @@ pub fn raise(paths: &Paths, options: CaptureOptions) -> Result<bool, Error> {
             directory: paths.bpffs.clone(),
         });
     }
-    let is_new = !guard::stands(&paths.bpffs)?;
+    let is_new = !stands(&paths.bpffs)?;
     if is_new {
-        let sign = guard::sign(&paths.bpffs);
+        let sign = boot_guard::sign(&paths.bpffs);
         fs::create_dir(&sign).doing(|| format!("cannot create {}", sign.display()))?;
     }
     if is_whole {
         let tables = Tables::open_pins(&pins, true)?;
-        tables.set_mesh(guard::refusing(tables.mesh(), options.outbound));
+        tables.set_mesh(boot_guard::refusing(tables.mesh(), options.outbound));
         return Ok(is_new);
     }
     // An agent that takes the lock from here on finds the sign, and guards in place of this process.
@@ -67,7 +68,7 @@ pub fn raise(paths: &Paths, options: CaptureOptions) -> Result<bool, Error> {
         Ok(_) => Ok(is_new),
         Err(error) => {
             if is_new && !matches!(error, Error::Busy { .. }) {
-                guard::lower(&paths.bpffs)?;
+                boot_guard::lower(&paths.bpffs)?;
             }
             Err(error)
         }

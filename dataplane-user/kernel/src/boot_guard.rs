@@ -1,7 +1,7 @@
 //! The guard of `dataplane guard`: from boot until an agent has taken over, the programs refuse connections from all
 //! network namespaces except the node's own.
 //!
-//! [`raise`](super::raise) puts it up.
+//! [`raise`](super::boot::raise) puts it up.
 //!
 //! The guard consists of the agent's own programs with empty tables, and of a flag in the programs' configuration. A
 //! directory beside the pins tells agents of every layout that the guard stands.
