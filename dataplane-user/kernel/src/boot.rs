@@ -1,4 +1,4 @@
-//! Raises the [guard](super::boot_guard) of `dataplane guard`.
+//! Raises the guard of `dataplane guard`.
 
 use std::{fs, path::Path};
 

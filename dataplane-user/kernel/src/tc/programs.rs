@@ -127,7 +127,7 @@ impl PacketPrograms {
         Ok(failed)
     }
 
-    /// Whether [`Self::attach`] was called before. If not, interfaces may have programs of an earlier agent.
+    /// Whether `attach` was called before. If not, interfaces may have programs of an earlier agent.
     pub fn has_begun(&self) -> bool {
         self.has_begun
     }
