@@ -91,15 +91,30 @@ fn look(s: &Scratch) -> Option<Bypass> {
     BYPASS.get_ptr(&s.bypass).map(|found| unsafe { *found })
 }
 
+/// Whether a flow with this key, to which the packet belongs, may bypass the stack.
+#[inline(always)]
+fn may_be_known(skb: Skb, s: &Scratch, key: &FlowKey) -> bool {
+    flags() & PacketConfig::BYPASS != 0
+        && s.packet.fragment == WHOLE
+        && skb.kind() == PACKET_HOST
+        && !may_be_of_service(key)
+}
+
+/// The interfaces by which a flow's packets arrive and leave. `from`: the end that sends them ([`write_key`]).
+#[inline(always)]
+fn sides(found: &Bypass, from: usize) -> (u32, u32) {
+    let [first, second] = found.interfaces;
+    if from == 0 {
+        (first, second)
+    } else {
+        (second, first)
+    }
+}
+
 /// Whether the packet belongs to a flow that bypasses the stack. If so, its way is known.
 #[inline(never)]
 pub fn is_known(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
-    if flags() & PacketConfig::BYPASS == 0
-        || s.packet.fragment != WHOLE
-        || s.packet.is_syn()
-        || skb.kind() != PACKET_HOST
-        || may_be_of_service(&s.packet.key)
-    {
+    if s.packet.is_syn() || !may_be_known(skb, s, &s.packet.key) {
         return false;
     }
     let key = s.packet.key;
@@ -109,12 +124,7 @@ pub fn is_known(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
     };
     // SAFETY: as in `look`.
     let found = unsafe { &mut *place };
-    let [first, second] = found.interfaces;
-    let (arrives, leaves) = if from == 0 {
-        (first, second)
-    } else {
-        (second, first)
-    };
+    let (arrives, leaves) = sides(found, from);
     if arrives != skb.ifindex() {
         return false;
     }
@@ -137,23 +147,14 @@ pub fn way_of_error(skb: Skb, s: &mut Scratch, back: &FlowKey) -> u32 {
     if !s.packet.is_v4() && s.packet.key.src.is_link_local() {
         return 0;
     }
-    if flags() & PacketConfig::BYPASS == 0
-        || s.packet.fragment != WHOLE
-        || skb.kind() != PACKET_HOST
-        || may_be_of_service(back)
-    {
+    if !may_be_known(skb, s, back) {
         return 0;
     }
     let from = write_key(s, back);
     let Some(found) = look(s) else {
         return 0;
     };
-    let [first, second] = found.interfaces;
-    let (arrives, leaves) = if from == 0 {
-        (first, second)
-    } else {
-        (second, first)
-    };
+    let (arrives, leaves) = sides(&found, from);
     let is_there = back.protocol == Protocol::TCP || found.is_recent(now());
     if is_there && arrives == skb.ifindex() {
         leaves

@@ -173,12 +173,7 @@ fn leaves(skb: Skb, s: &mut Scratch, back: &FlowKey, now: Tick) -> i32 {
     if !set_ends(s, known) {
         return LEAVE_ALONE;
     }
-    let is_forbidden = if skb.is_forwarded() {
-        ipsec::forbids_leaving(&s.ends)
-    } else {
-        ipsec::forbids(&s.packet.key, &s.ends)
-    };
-    if is_forbidden {
+    if ipsec::forbids_leaving(&s.ends) {
         return DROP;
     }
     if is_of_node {

@@ -183,7 +183,7 @@ mod tests {
         fn drain(&mut self, _: Instant) {}
     }
 
-    /// What a case changes.
+    /// The world of a test case.
     struct Case {
         client: Workload,
         server: Workload,

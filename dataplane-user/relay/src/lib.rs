@@ -310,13 +310,17 @@ impl Relay {
     fn collect(&self) -> MutexGuard<'_, Ledger> {
         let mut ledger = self.ledger.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        let mut attachments = self.lock_attachments();
-        attachments.retain(|entry| {
+        let mut gone = HashSet::new();
+        // Without the lock of the attachments: their counters are many, and workers wait for this lock.
+        for entry in self.entries() {
             // Before its counters are read: an attachment that is not in use counts nothing more.
-            let in_use = entry.is_in_use();
+            if !entry.is_in_use() {
+                gone.insert(entry.attached.id);
+            }
             entry.attached.collect(&mut ledger, now);
-            in_use
-        });
+        }
+        let mut attachments = self.lock_attachments();
+        attachments.retain(|entry| !gone.contains(&entry.attached.id));
         self.reserve(&attachments);
         ledger
     }

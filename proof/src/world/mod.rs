@@ -224,10 +224,8 @@ impl World {
             };
             (*ifindex, interface)
         });
-        let pods = self
-            .sources
-            .iter()
-            .filter(|(set, ..)| *set == SourceKey::PODS);
+        let sources = self.sources.iter();
+        let pods = sources.filter(|(set, ..)| *set == SourceKey::PODS);
         Network {
             interfaces: interfaces.collect(),
             others: BTreeSet::new(),

@@ -12,9 +12,10 @@ mod probes;
 pub(super) mod routing;
 pub use routing::TABLE as OUR_TABLE;
 mod tables;
+mod wanted;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashSet},
+    collections::{BTreeMap, BTreeSet},
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
 };
@@ -31,6 +32,8 @@ use dataplane_common::{
 use plan::Captured;
 use zerocopy::{FromBytes, IntoBytes};
 
+use self::wanted::{denies, has_proxy};
+pub(crate) use self::wanted::{judging, keeps_program};
 use self::{
     differences::{add, any, make_room, remove},
     inbound::{Inbound, detach, links},
@@ -434,46 +437,6 @@ fn is_exclusion(kind: Option<u32>, said: u32) -> bool {
     kind != Some(RuleKey::SOURCES) && [EXCLUDED, JUDGED].contains(&said)
 }
 
-/// Whether a program that is attached to a workload's network namespace stays, also while it has nothing to do: attaching takes long,
-/// and policies come and go.
-pub(super) fn keeps_program(entry: &Enrolled) -> bool {
-    entry.flags & Enrolled::CAPTURED != 0
-}
-
-/// The network namespaces, by their cookies, in which policies decide about connections to the workload.
-pub(super) fn judging(captured: &Captured) -> HashSet<u64> {
-    let namespaces = captured.namespaces.iter();
-    let namespaces = namespaces.map(|(cookie, entry)| (*cookie, entry.flags));
-    let locals = captured.locals.values();
-    let all = namespaces.chain(locals.map(|local| (local.netns, local.flags)));
-    all.filter(|(_, flags)| flags & Enrolled::JUDGES_INBOUND != 0)
-        .map(|(cookie, _)| cookie)
-        .collect()
-}
-
-/// Whether any workload's connections go to a proxy.
-fn has_proxy(captured: &Captured) -> bool {
-    let enrolled = captured
-        .namespaces
-        .values()
-        .chain(captured.cgroups.values());
-    let flags = enrolled.map(|enrolled| enrolled.flags);
-    let of_addresses = captured.locals.values().map(|local| local.flags);
-    flags
-        .chain(of_addresses)
-        .any(|flags| flags & (Enrolled::PROXY | Enrolled::INBOUND | Enrolled::PACKETS) != 0)
-}
-
-/// Whether any workload's egress policy is deny.
-fn denies(captured: &Captured) -> bool {
-    let enrolled = captured
-        .namespaces
-        .values()
-        .chain(captured.cgroups.values());
-    let mut flags = enrolled.map(|enrolled| enrolled.flags);
-    flags.any(|flags| flags & Enrolled::EGRESS_DENY != 0)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -489,25 +452,6 @@ mod tests {
             (Some(RuleKey::SOURCES), JUDGED, false),
         ] {
             assert_eq!(is_exclusion(kind, said), wanted, "{kind:?} {said}");
-        }
-    }
-
-    #[test]
-    fn a_program_stays_as_long_as_the_workload_is_captured() {
-        for (flags, workload, wanted) in [
-            (Enrolled::CAPTURED | Enrolled::JUDGES_INBOUND, 1, true),
-            (Enrolled::CAPTURED, 1, true),
-            // Only its queries are captured; or the guard lets it go.
-            (0, 1, false),
-            (0, 0, false),
-        ] {
-            let entry = Enrolled {
-                policy: 1,
-                flags,
-                workload,
-                resolvers: 1,
-            };
-            assert_eq!(keeps_program(&entry), wanted, "{entry:?}");
         }
     }
 }

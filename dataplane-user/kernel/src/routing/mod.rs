@@ -1,4 +1,4 @@
-//! What the kernel says about routing: routes, rules by marks, the checks of sources, and IPsec policies.
+//! The kernel's routing: routes, rules by marks, the checks of sources, and IPsec policies.
 
 mod host_networks;
 mod mark_rules;

@@ -143,6 +143,19 @@ pub(super) fn connect(to: SocketAddr) -> TcpStream {
     stream
 }
 
+/// Reads until the end, at most `chunk` bytes at a time, and wants these bytes.
+pub(super) fn receives(mut stream: &TcpStream, bytes: &[u8], chunk: usize) {
+    let (mut seen, mut chunk) = (Vec::with_capacity(bytes.len()), vec![0; chunk]);
+    loop {
+        match stream.read(&mut chunk).unwrap() {
+            0 => break,
+            count => seen.extend_from_slice(&chunk[..count]),
+        }
+    }
+    let (count, wanted) = (seen.len(), bytes.len());
+    assert!(seen == bytes, "{count} of {wanted} bytes, or others");
+}
+
 /// Reads to the end: the bytes, or the error.
 pub(super) fn ending(mut stream: &TcpStream) -> Result<Vec<u8>, ErrorKind> {
     let mut read = Vec::new();
@@ -326,21 +339,7 @@ fn much_arrives_whole_past_readers_that_take_their_time() {
         });
         // Until nothing moves any more: the sender waits, and the proxy holds little.
         thread::sleep(Duration::from_millis(300));
-        let mut server = &server;
-        let mut seen = Vec::with_capacity(bytes.len());
-        let mut chunk = vec![0; 100_000];
-        loop {
-            match server.read(&mut chunk).unwrap() {
-                0 => break,
-                count => seen.extend_from_slice(&chunk[..count]),
-            }
-        }
-        assert!(
-            seen == bytes,
-            "{} of {} bytes, or others",
-            seen.len(),
-            bytes.len()
-        );
+        receives(&server, &bytes, 100_000);
     });
     drop(server);
     assert_eq!(ending(&client).unwrap(), b"");

@@ -1,4 +1,4 @@
-//! What the proxy shows of itself, its settings, and the engine of tunnels beside it.
+//! The proxy's state as its pages and metrics show it, its settings, and the engine of tunnels beside it.
 
 use model::{Gateway, GatewayAddress, Identity, IstioNamespace, authorization::PolicyName};
 use prometheus_client::{collector::Collector, encoding::text};

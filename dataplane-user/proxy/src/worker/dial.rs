@@ -45,14 +45,15 @@ impl Worker {
                     return;
                 };
                 match session.arrive(here, &self.index) {
-                    Ok(()) => {
-                        // The workload may be attached since the worker's index: then no change of policies has judged this.
+                    // The workload may be attached since the worker's index: then no change of policies has judged this.
+                    Ok(()) if self.shared.relay.version() != self.version => {
                         let (_, now) = self.shared.relay.index();
                         if session.forbidden(&now).is_some() || session.is_gone(&now) {
                             self.finish(key, Flag::Denied, true);
                             return;
                         }
                     }
+                    Ok(()) => {}
                     // As with a tunnel, whose other side answers 401 or 503.
                     Err(refusal) if refusal.flag == Flag::Denied && !refusal.is_unknown => {
                         self.finish(key, Flag::Denied, true);

@@ -12,8 +12,8 @@ use crate::{
     tunnel::Registry,
 };
 
-/// Returns an established tunnel whose streams have ended.
-fn tunnel() -> Arc<Tunnel> {
+/// Returns an established tunnel that has had no stream yet.
+fn new_tunnel() -> Arc<Tunnel> {
     let at = SystemTime::now();
     let peer = VerifiedPeer {
         identity: identity("client"),
@@ -23,8 +23,14 @@ fn tunnel() -> Arc<Tunnel> {
     };
     let from = (Ipv4Addr::LOCALHOST, 1).into();
     let entry = Arc::new(Registry::default()).add(peer, from, (1, None), Arc::default());
-    drop(entry.tunnel.lease());
     Arc::clone(&entry.tunnel)
+}
+
+/// Returns an established tunnel whose streams have ended.
+fn tunnel() -> Arc<Tunnel> {
+    let tunnel = new_tunnel();
+    drop(tunnel.lease());
+    tunnel
 }
 
 fn client(number: u8) -> Client {
@@ -267,25 +273,17 @@ fn a_namespace_takes_no_place_of_a_smaller_one() {
 fn a_new_tunnel_keeps_its_place_until_its_first_stream() {
     let bounds = bounds(1000, 40);
     let socket = bounds.socket("shop");
-    let at = SystemTime::now();
-    let peer = VerifiedPeer {
-        identity: identity("client"),
-        chain: [].into(),
-        at,
-        until: at + HOUR,
-    };
-    let from = (Ipv4Addr::LOCALHOST, 1).into();
-    let entry = Arc::new(Registry::default()).add(peer, from, (1, None), Arc::default());
+    let tunnel = new_tunnel();
     let mut places = Vec::new();
     for number in 1..60 {
         for place in fill(&bounds, &socket, &client(number), false) {
-            place.finish(&entry.tunnel);
+            place.finish(&tunnel);
             places.push(place);
         }
     }
     let admit = |number| bounds.admit(&socket, &client(number), false);
     assert!(matches!(admit(200), Admission::Wait(_)));
-    drop(entry.tunnel.lease());
+    drop(tunnel.lease());
     assert!(matches!(admit(201), Admission::Admitted(_)));
     assert_eq!(bounds.lock().failed.len(), 1, "the search of 200");
 }

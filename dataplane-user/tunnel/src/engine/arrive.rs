@@ -210,12 +210,12 @@ impl Inbound for Arrive {
     }
 
     fn failed(&self, client: SocketAddr, error: &Error) {
-        let what = match error {
-            Error::TooMany { kind, .. } | Error::Displaced { kind, .. } => Some(*kind),
+        let exceeded = match error {
+            Error::TooMany { kind, .. } => Some(("one client", *kind)),
+            Error::Displaced { kind, .. } => Some(("several clients", *kind)),
             _ => None,
         };
-        if let Some(what) = what {
-            let holder = "one client";
+        if let Some((holder, what)) = exceeded {
             self.attached.count_bounded(Exceeded { holder, what }, true);
         }
         let name = &self.attached.workload.name;

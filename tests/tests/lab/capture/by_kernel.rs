@@ -190,7 +190,7 @@ fn a_policy_ends_live_connections_without_a_proxy() -> Result<()> {
     others.into_iter().try_for_each(lived)
 }
 
-/// Connections to an excluded port are neither refused nor ended. The reset of another connection shows that the agent has judged.
+/// Connections to an excluded port are neither refused nor ended. A reset of another connection is the sign that the agent has judged all.
 fn excluded_ports_are_not_judged() -> Result<()> {
     let excluded = json!({ "traffic.sidecar.istio.io/excludeInboundPorts": "7" });
     let of = Policed::in_mode("kernel", excluded)?;

@@ -25,7 +25,7 @@ const PORT: u16 = 15_088;
 /// The bytes of a header before its addresses.
 const HEAD: usize = 16;
 
-/// What a header says: the client's address, the destination, and the client's identity.
+/// The fields of a header: the client's address, the destination, and the client's identity.
 type Said = (String, String, String);
 
 /// A stand-in for a waypoint: reads the header of each connection, and connects it to an application.
