@@ -34,11 +34,6 @@ const LOOPBACK: u32 = 1;
 #[unsafe(no_mangle)]
 static NETNS: u64 = 0;
 
-/// Whether this instance judges clients. In an instance that does not, the verifier sees no code for it, and takes a fraction of the
-/// time: the agent loads one for each workload that begins.
-#[unsafe(no_mangle)]
-static JUDGES: u8 = 1;
-
 #[inline(always)]
 pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
     // SAFETY: fields of the context.
@@ -124,11 +119,6 @@ pub fn run(ctx: *mut bpf_sk_lookup) -> u32 {
         return refuse(here, &probe, reason);
     }
     if reason == Reason::CapturedInbound && local.flags & Enrolled::JUDGES_INBOUND != 0 {
-        // SAFETY: a constant of the object. Read as it is loaded, not as it is compiled.
-        if unsafe { read_volatile(&raw const JUDGES) } == 0 {
-            // The agent replaces this instance before the tables say so, unless the kernel refuses another one.
-            return refuse(here, &probe, Reason::PolicyDenied);
-        }
         let said = capture::judged(&Live, &local, client, port);
         if said != CAPTURED {
             meters::refused(local.workload, said >> REFUSED_BY, client);

@@ -253,11 +253,8 @@ impl Kernel {
                 .attach_events(&self.pins, &self.cgroup, wanted)?;
         }
         // Before anything is looked up by it, and after.
-        // Also those of the tables as they are: if they cannot be written, an instance that does not judge would refuse all clients.
-        let judging = &capture::judging(wanted) | &capture::judging(self.capture.held());
         for namespace in namespaces.iter().filter(|_| self.waiting.is_none()) {
-            let judges = judging.contains(&namespace.cookie);
-            if let Err(error) = self.capture.attach(&self.pins, namespace, judges) {
+            if let Err(error) = self.capture.attach(&self.pins, namespace) {
                 failed.insert(namespace.cookie, error);
             }
         }

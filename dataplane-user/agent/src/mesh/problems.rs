@@ -55,8 +55,7 @@ pub(super) fn not_attached(error: &str, flags: u32) -> Problem {
     let consequence = if flags & Enrolled::JUDGES_INBOUND == 0 {
         ""
     } else {
-        "; if it had no program before, Istio's policies have no effect: connections that they forbid pass; if it had one without the \
-         code for policies, all connections to it are refused"
+        "; Istio's policies have no effect: connections that they forbid pass"
     };
     Problem::of_node(format!("{error}{consequence}"))
 }

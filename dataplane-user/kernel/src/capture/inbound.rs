@@ -28,8 +28,8 @@ use crate::{
     sys::{self, Shape},
 };
 
-/// The program's constant with the namespace's cookie, and the one that says whether it judges clients, with their sizes in bytes.
-const CONSTANTS: [(&str, usize); 2] = [("NETNS", size_of::<u64>()), ("JUDGES", size_of::<u8>())];
+/// The program's constant with the namespace's cookie.
+const COOKIE: &str = "NETNS";
 /// `BPF_F_RDONLY_PROG`: programs only read it.
 const READ_ONLY: u32 = 1 << 7;
 
@@ -39,13 +39,13 @@ pub struct Inbound {
     instructions: Vec<bpf_insn>,
     /// Tables that the instructions name.
     _tables: Vec<OwnedFd>,
-    /// The object's constants; then the offsets of [`CONSTANTS`] among them.
+    /// The object's constants; then the cookie's offset among them.
     constants: Vec<u8>,
-    offsets: [usize; 2],
+    cookie: usize,
     /// Indices of the instructions that refer to the constants.
     naming: Vec<usize>,
-    /// The ids of the instances that this agent has attached, and whether they judge clients, by the namespaces' cookies.
-    attached: BTreeMap<u64, (u32, bool)>,
+    /// The ids of the instances that this agent has attached, by the namespaces' cookies.
+    attached: BTreeMap<u64, u32>,
 }
 
 impl Inbound {
@@ -55,8 +55,7 @@ impl Inbound {
         let mut object = Object::parse(object::programs()?)
             .map_err(io::Error::other)
             .doing(doing)?;
-        let mut find = |at: usize| find(&mut object, CONSTANTS[at]).doing(doing);
-        let ((name, cookie), (_, judges)) = (find(0)?, find(1)?);
+        let (name, cookie) = find_cookie(&mut object).doing(doing)?;
         // Sorted: an instruction names a table by its position.
         let maps: BTreeMap<String, Map> = std::mem::take(&mut object.maps).into_iter().collect();
         let names: Vec<&String> = maps.keys().collect();
@@ -89,40 +88,33 @@ impl Inbound {
             instructions,
             _tables: tables.into_values().collect(),
             constants: maps[&name].data().to_vec(),
-            offsets: [cookie, judges],
+            cookie,
             naming,
             attached: BTreeMap::new(),
         })
     }
 
-    /// Attaches the program to a namespace, for incoming connections, or replaces the attached program in place. An instance that
-    /// judges clients stays, because policies come and go.
-    pub fn attach(
-        &mut self,
-        pins: &Pins,
-        namespace: &Namespace,
-        judges: bool,
-    ) -> Result<(), Error> {
+    /// Attaches the program to a namespace, for incoming connections, or replaces the attached program in place.
+    pub fn attach(&mut self, pins: &Pins, namespace: &Namespace) -> Result<(), Error> {
         let cookie = namespace.cookie;
         let path = pin(pins, cookie);
         let doing = || format!("cannot attach program {INBOUND} to a network namespace");
         if let Ok(link) = sys::obj_get(&path) {
             let there = sys::link_info(link.as_fd()).doing(doing)?;
             if there.is_attached() {
-                let is_enough = |(id, has): &(u32, bool)| *id == there.program && (*has || !judges);
-                if !self.attached.get(&cookie).is_some_and(is_enough) {
-                    let program = self.load(cookie, judges).doing(doing)?;
+                if self.attached.get(&cookie) != Some(&there.program) {
+                    let program = self.load(cookie).doing(doing)?;
                     sys::link_update(link.as_fd(), program.as_fd()).doing(doing)?;
-                    self.remember(cookie, &program, judges).doing(doing)?;
+                    self.remember(cookie, &program).doing(doing)?;
                 }
                 return Ok(());
             }
             fs::remove_file(&path).doing(|| format!("cannot remove {}", path.display()))?;
         }
-        let program = self.load(cookie, judges).doing(doing)?;
+        let program = self.load(cookie).doing(doing)?;
         let link = sys::link_create_netns(program.as_fd(), namespace.file.as_fd()).doing(doing)?;
         sys::obj_pin(link.as_fd(), &path).doing(|| format!("cannot pin {}", path.display()))?;
-        self.remember(cookie, &program, judges).doing(doing)
+        self.remember(cookie, &program).doing(doing)
     }
 
     /// Forgets namespaces but those that are wanted.
@@ -130,18 +122,16 @@ impl Inbound {
         self.attached.retain(|cookie, _| wanted(*cookie));
     }
 
-    fn remember(&mut self, cookie: u64, program: &OwnedFd, judges: bool) -> io::Result<()> {
+    fn remember(&mut self, cookie: u64, program: &OwnedFd) -> io::Result<()> {
         let id = sys::prog_info(program.as_fd())?.id;
-        self.attached.insert(cookie, (id, judges));
+        self.attached.insert(cookie, id);
         Ok(())
     }
 
     /// Loads the instance for a namespace.
-    fn load(&self, cookie: u64, judges: bool) -> io::Result<OwnedFd> {
+    fn load(&self, cookie: u64) -> io::Result<OwnedFd> {
         let mut constants = self.constants.clone();
-        let [of_cookie, of_judges] = self.offsets;
-        constants[of_cookie..][..size_of::<u64>()].copy_from_slice(cookie.as_bytes());
-        constants[of_judges] = judges.into();
+        constants[self.cookie..][..size_of::<u64>()].copy_from_slice(cookie.as_bytes());
         let shape = Shape {
             kind: BPF_MAP_TYPE_ARRAY,
             key_size: 4,
@@ -150,7 +140,6 @@ impl Inbound {
         };
         let table = sys::map_create(".rodata", &shape, 1)?;
         sys::map_update(table.as_fd(), 0u32.as_bytes(), &constants, 0)?;
-        sys::map_freeze(table.as_fd())?;
         let mut instructions = self.instructions.clone();
         for at in &self.naming {
             instructions[*at].imm = table.as_raw_fd();
@@ -189,23 +178,23 @@ pub fn detach(path: &Path) -> Result<(), Error> {
     pins::remove_link(&link, path)
 }
 
-/// Finds the table of constants that holds this constant, and the constant's offset in the table.
-fn find(object: &mut Object, (constant, size): (&str, usize)) -> io::Result<(String, usize)> {
+/// Finds the table of constants that holds the cookie, and the cookie's offset in the table.
+fn find_cookie(object: &mut Object) -> io::Result<(String, usize)> {
     let before: BTreeMap<String, Vec<u8>> = object
         .maps
         .iter()
         .map(|(name, map)| (name.clone(), map.data().to_vec()))
         .collect();
-    let mark = vec![0xff_u8; size];
+    let mark = [0xff_u8; size_of::<u64>()];
     object
-        .patch_map_data(HashMap::from([(constant, (&mark[..], true))]))
+        .patch_map_data(HashMap::from([(COOKIE, (&mark[..], true))]))
         .map_err(io::Error::other)?;
     let found = object.maps.iter().find_map(|(name, map)| {
         let mut bytes = map.data().iter().zip(&before[name]);
         let at = bytes.position(|(now, before)| now != before)?;
         Some((name.clone(), at))
     });
-    found.ok_or_else(|| io::Error::other(format!("the object has no constant {constant}")))
+    found.ok_or_else(|| io::Error::other(format!("the object has no constant {COOKIE}")))
 }
 
 /// The program's instructions, in which each table is named by its position among these.

@@ -32,8 +32,8 @@ use dataplane_common::{
 use plan::Captured;
 use zerocopy::{FromBytes, IntoBytes};
 
+pub(crate) use self::wanted::keeps_program;
 use self::wanted::{denies, has_proxy};
-pub(crate) use self::wanted::{judging, keeps_program};
 use self::{
     differences::{add, any, make_room, remove},
     inbound::{Inbound, detach, links},
@@ -360,14 +360,9 @@ impl Capture {
     }
 
     /// Attaches our program to a namespace, for inbound connections, or replaces the attached program in place.
-    pub(super) fn attach(
-        &mut self,
-        pins: &Pins,
-        namespace: &Namespace,
-        judges: bool,
-    ) -> Result<(), Error> {
+    pub(super) fn attach(&mut self, pins: &Pins, namespace: &Namespace) -> Result<(), Error> {
         match &mut self.inbound {
-            Some(inbound) => inbound.attach(pins, namespace, judges),
+            Some(inbound) => inbound.attach(pins, namespace),
             None => Ok(()),
         }
     }

@@ -1,7 +1,5 @@
 //! Questions about the entries of captured workloads, which decide about programs and flags.
 
-use std::collections::HashSet;
-
 use dataplane_common::capture::Enrolled;
 use plan::Captured;
 
@@ -9,17 +7,6 @@ use plan::Captured;
 /// and policies come and go.
 pub(crate) fn keeps_program(entry: &Enrolled) -> bool {
     entry.flags & Enrolled::CAPTURED != 0
-}
-
-/// The network namespaces, by their cookies, in which policies decide about connections to the workload.
-pub(crate) fn judging(captured: &Captured) -> HashSet<u64> {
-    let namespaces = captured.namespaces.iter();
-    let namespaces = namespaces.map(|(cookie, entry)| (*cookie, entry.flags));
-    let locals = captured.locals.values();
-    let all = namespaces.chain(locals.map(|local| (local.netns, local.flags)));
-    all.filter(|(_, flags)| flags & Enrolled::JUDGES_INBOUND != 0)
-        .map(|(cookie, _)| cookie)
-        .collect()
 }
 
 /// Whether any workload's connections go to a proxy.
@@ -47,8 +34,6 @@ pub(super) fn denies(captured: &Captured) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use dataplane_common::capture::Local;
-
     use super::*;
 
     #[test]
@@ -68,33 +53,5 @@ mod tests {
             };
             assert_eq!(keeps_program(&entry), wanted, "{entry:?}");
         }
-    }
-
-    #[test]
-    fn namespaces_judge_by_their_entry_and_by_their_addresses() {
-        let of = |flags| Enrolled {
-            policy: 1,
-            flags,
-            workload: 1,
-            resolvers: 0,
-        };
-        let mut captured = Captured::default();
-        captured.namespaces.insert(1, of(Enrolled::JUDGES_INBOUND));
-        captured.namespaces.insert(2, of(Enrolled::INBOUND));
-        for (addr, netns, flags) in [
-            ("10.0.0.2", 2, Enrolled::INBOUND),
-            ("10.0.0.3", 3, Enrolled::JUDGES_INBOUND),
-        ] {
-            let addr: std::net::IpAddr = addr.parse().unwrap();
-            let local = Local {
-                netns,
-                policy: 1,
-                flags,
-                workload: 1,
-                resolvers: 0,
-            };
-            captured.locals.insert(addr.into(), local);
-        }
-        assert_eq!(judging(&captured), HashSet::from([1, 3]));
     }
 }

@@ -136,14 +136,6 @@ pub fn map_update(map: BorrowedFd<'_>, key: &[u8], value: &[u8], flags: u64) -> 
     }
 }
 
-/// Lets no process write the map any more. Of a map that programs only read, the verifier then takes the values for constants.
-pub fn map_freeze(map: BorrowedFd<'_>) -> io::Result<()> {
-    let mut attr = attr();
-    attr.__bindgen_anon_2.map_fd = raw(map);
-    // SAFETY: a map's descriptor, and no pointer.
-    unsafe { bpf(bpf_cmd::BPF_MAP_FREEZE, &mut attr).map(|_| ()) }
-}
-
 /// Removes a key; `false` if it was not there.
 pub fn map_delete(map: BorrowedFd<'_>, key: &[u8]) -> io::Result<bool> {
     let mut attr = attr();
