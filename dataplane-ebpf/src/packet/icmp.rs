@@ -173,7 +173,13 @@ fn leaves(skb: Skb, s: &mut Scratch, back: &FlowKey, now: Tick) -> i32 {
     if !set_ends(s, known) {
         return LEAVE_ALONE;
     }
-    if ipsec::forbids_leaving(&s.ends) {
+    // As for the packets of the flow that the error is about: the stack asks its policies for what it forwards, the program for the rest.
+    let is_forbidden = if skb.is_forwarded() {
+        ipsec::forbids_leaving(&s.ends)
+    } else {
+        ipsec::forbids(&s.packet.key, &s.ends)
+    };
+    if is_forbidden {
         return DROP;
     }
     if is_of_node {

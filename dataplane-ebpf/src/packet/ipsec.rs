@@ -41,7 +41,7 @@ pub fn forbids(key: &FlowKey, ends: &Ends) -> bool {
     true
 }
 
-/// Whether a policy forbids that a packet which comes from the stack, or an ICMP error of the node, leaves with these ends. If so, counts it.
+/// Whether a policy forbids that a packet which the stack forwards leaves with these ends. If so, counts it.
 #[inline(always)]
 pub fn forbids_leaving(ends: &Ends) -> bool {
     let policies = policies();
