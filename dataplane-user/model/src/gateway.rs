@@ -4,8 +4,8 @@ use std::net::IpAddr;
 
 use super::ServiceName;
 
-/// The port of listeners that connections of workloads reach through tunnels.
-const HBONE: u16 = 15_008;
+/// The port at which Pods and waypoints accept tunnels (HBONE).
+pub const HBONE: u16 = 15_008;
 
 /// The waypoint that labels name: `istio.io/use-waypoint` and `istio.io/use-waypoint-namespace`.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -39,7 +39,8 @@ pub use endpoint_name::{ADDRESSES_MAX, EndpointName, Resolved, can_be_endpoint};
 pub use entry::{At, Backend, Entry, EntryPort, EntryResolution, ExportTo, Host, Location};
 pub use ephemeral::Ephemeral;
 pub use gateway::{
-    AllowedNamespaces, Binding, Gateway, GatewayAddress, GatewayListener, Requirement, UseWaypoint,
+    AllowedNamespaces, Binding, Gateway, GatewayAddress, GatewayListener, HBONE, Requirement,
+    UseWaypoint,
 };
 pub use identity::{Identity, NoIdentity};
 pub use istio::{Effect, Istio, IstioNamespace, IstioPolicy, Label};

@@ -2,16 +2,13 @@
 
 use std::{net::SocketAddr, sync::Arc};
 
-use model::ServiceName;
+use model::{HBONE, ServiceName};
 
 use super::{
     direction::Direction,
     index::{Index, Via, Way},
     session::Session,
 };
-
-/// The port at which the proxies of the nodes accept tunnels.
-const HBONE: u16 = 15_008;
 
 impl Session {
     /// Returns the way to the chosen endpoint, if the proxy has tunnels. A workload without an identity uses no tunnel, and no

@@ -11,13 +11,11 @@ use k8s_openapi::{
     apimachinery::pkg::{apis::meta::v1::LabelSelector, util::intstr::IntOrString},
 };
 use kube::core::{Selector, SelectorExt as _};
+use model::HBONE;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::objects::{LABEL_MODE, SIDECAR};
-
-/// The port of Pods for tunnels (HBONE).
-pub const TUNNELS: u16 = 15_008;
 
 /// Labels of an object.
 type Labels = BTreeMap<String, String>;
@@ -174,7 +172,7 @@ fn is_port(given: &NetworkPolicyPort, pod: &Pod) -> bool {
     if !is_tcp(given) {
         return false;
     }
-    let wanted = i32::from(TUNNELS);
+    let wanted = i32::from(HBONE);
     match &given.port {
         None => true,
         Some(IntOrString::Int(first)) => {
@@ -226,7 +224,7 @@ fn patch(rules: &BTreeSet<usize>) -> Value {
         json!({
             "op": "add",
             "path": format!("/spec/ingress/{index}/ports/-"),
-            "value": { "protocol": "TCP", "port": TUNNELS },
+            "value": { "protocol": "TCP", "port": HBONE },
         })
     };
     rules.iter().map(add).collect()

@@ -65,8 +65,6 @@ use self::{
     workers::{Workers, least},
 };
 
-/// The port of HBONE.
-const PORT: u16 = 15008;
 /// The maximum number of tunnels of the process in one direction, without a setting: so many, and this part of the open files.
 const TUNNELS: (usize, usize) = (16_384, 16);
 /// The open files of each workload: two listening sockets, the copy of each for this crate, the copies of each for the agent's

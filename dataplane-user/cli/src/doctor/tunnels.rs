@@ -7,8 +7,9 @@ use std::{
 };
 
 use anyhow::Context as _;
+use model::HBONE;
 use serde_json::Value;
-use source::network_policies::{Blocking, TUNNELS, blocking};
+use source::network_policies::{Blocking, blocking};
 
 /// The purpose of the port.
 pub const NEEDED_FOR: &str = "mesh: tunnels (HBONE)";
@@ -45,7 +46,7 @@ pub fn texts(of: &Blocking) -> [String; 3] {
     [
         format!("NetworkPolicy {namespace}/{name}"),
         format!(
-            "lets clients in, but not to TCP port {TUNNELS} of enrolled Pods: {}{more}",
+            "lets clients in, but not to TCP port {HBONE} of enrolled Pods: {}{more}",
             named.join(", ")
         ),
         format!(

@@ -4,6 +4,7 @@ use std::{fs, path::Path, time::Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use kernel::netfilter::guard;
+use model::HBONE;
 use takeover::{
     journal::{Journal, State},
     may_die,
@@ -24,9 +25,6 @@ use crate::{
         saved::Saved,
     },
 };
-
-/// The port at which ztunnel accepts encrypted connections.
-const HBONE: u16 = 15008;
 
 /// Takes over from the rules. A dry run only reports the steps.
 pub fn take_over(place: &Place, dry_run: bool, tell: &mut Tell<'_>) -> anyhow::Result<Outcome> {
@@ -103,9 +101,8 @@ fn only_capture() -> anyhow::Result<()> {
     let of_rules = import_mesh::of_namespace(None)?;
     ensure!(
         of_rules.owner != capture::AMBIENT,
-        "the rules are those of Istio's ambient mode, in which ztunnel encrypts the pod's connections and takes encrypted ones (HBONE, \
-         port {HBONE}). The dataplane does neither. To capture the pod without encryption, take it out of ambient mode, so that Istio's CNI agent \
-         removes the rules; then have the dataplane capture it"
+        "the rules are those of Istio's ambient mode. The pod's connections are in ztunnel's tunnels (HBONE, port {HBONE}), and would break \
+         without the rules. Take the pod out of ambient mode, so that Istio's CNI agent removes the rules; then have the dataplane capture it"
     );
     ensure!(
         !of_rules.by_tproxy,

@@ -28,12 +28,15 @@ pub use kept::{Retained, Unknown};
 pub use known::{Unlisted, known};
 pub use member::{Auto, Member};
 pub use members::{MeshStatements, members, members_again};
-use model::{Workload, WorkloadName, authorization::PolicyName};
+use model::{HBONE, Workload, WorkloadName, authorization::PolicyName};
 pub use plain::Judge;
 pub use statements::{Statement, statements};
 pub use waypoints::unusable_waypoints;
 
 use super::{Captured, Policies, Resolvers};
+
+// The kernel programs and the model have no crate in common.
+const _: () = assert!(TUNNELS.host() == HBONE);
 
 /// A workload that is to be captured, and the result.
 #[derive(Clone, Debug)]

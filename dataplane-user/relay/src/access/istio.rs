@@ -10,14 +10,12 @@ use std::{
 };
 
 use jiff::Timestamp;
-use model::Workload;
+use model::{HBONE, Workload};
 use serde::Serialize;
 
 use super::Record;
 use crate::{direction::Direction, outcome::Flag};
 
-/// The port at which workloads accept tunnels.
-const HBONE: u16 = 15008;
 const SCOPE: &str = "access";
 const MESSAGE: &str = "connection complete";
 

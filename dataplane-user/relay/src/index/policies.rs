@@ -153,7 +153,7 @@ impl Index {
 
     /// Returns the attached workload from the snapshot, with its present labels. If the snapshot has another workload with its
     /// name, returns the workload as it was attached.
-    fn present<'a>(&'a self, (_, own): Own<'a>) -> &'a Arc<Workload> {
+    pub(super) fn present<'a>(&'a self, (_, own): Own<'a>) -> &'a Arc<Workload> {
         let known = self.snapshot.workloads.get(&own.name);
         known.filter(|known| known.uid == own.uid).unwrap_or(own)
     }

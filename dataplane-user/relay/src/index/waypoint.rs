@@ -5,12 +5,9 @@ use std::{
     sync::Arc,
 };
 
-use model::{Binding, Gateway, GatewayAddress, ServiceName, Waypoint, Workload};
+use model::{Binding, Gateway, GatewayAddress, HBONE, ServiceName, Waypoint, Workload};
 
 use super::{Found, Index, Target};
-
-/// The port at which waypoints accept tunnels.
-const PORT: u16 = 15_008;
 
 /// The way through a waypoint.
 #[derive(Clone, Debug)]
@@ -35,10 +32,8 @@ impl Index {
 
     /// Returns the Gateway whose Pod an attached workload is, and how it takes the streams of tunnels. `None`: as other Pods.
     pub fn bound(&self, own: &Arc<Workload>) -> Option<(ServiceName, Binding)> {
-        // Its labels may have changed. A later Pod of its name is another one.
-        let known = self.snapshot.workloads.get(&own.name);
-        let own = known.filter(|known| known.uid == own.uid).unwrap_or(own);
-        self.snapshot.istio.bound(own)
+        // Its labels may have changed.
+        self.snapshot.istio.bound(self.present((0, own)))
     }
 
     /// Returns the Gateway to whose waypoint a workload's connection goes, and the waypoint's address. `None`: the connection
@@ -131,7 +126,7 @@ impl Index {
         });
         let Some((target, at)) = found.next() else {
             return Some(Err(format!(
-                "waypoint {name} cannot be used: no address of the Gateway leads to a Pod of its namespace at port {PORT}"
+                "waypoint {name} cannot be used: no address of the Gateway leads to a Pod of its namespace at port {HBONE}"
             )));
         };
         let is_own = |pod: SocketAddr| {
@@ -183,7 +178,7 @@ impl Index {
 /// service need not have the port of tunnels.
 fn ports(gateway: &Gateway, is_bound: bool) -> Vec<u16> {
     let further = gateway.listeners.iter().filter(|_| is_bound);
-    [PORT]
+    [HBONE]
         .into_iter()
         .chain(further.map(|of| of.port))
         .collect()

@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
 
 use ipnet::IpNet;
 use model::{
-    CapturedBy, Egress, Exempt, Layers, Mode, Node, Place, Protocol, Rules, Telemetry, Uid,
+    CapturedBy, Egress, Exempt, HBONE, Layers, Mode, Node, Place, Protocol, Rules, Telemetry, Uid,
     VIRTUAL_INTERFACES, WithoutProxy, Workload, WorkloadName, is_reserved, is_virtual_interface,
 };
 use smallvec::SmallVec;
@@ -25,10 +25,8 @@ use super::{
 pub const LABEL_MODE: &str = "istio.io/dataplane-mode";
 /// A label of pods: the name of their workload in metrics.
 const LABEL_WORKLOAD: &str = "service.istio.io/workload-name";
-/// A label of pods: `http` if the pod itself accepts HBONE connections, at [`TUNNEL`].
+/// A label of pods: `http` if the pod itself accepts HBONE connections, at [`HBONE`].
 const LABEL_TUNNEL: &str = "networking.istio.io/tunnel";
-/// The port at which pods accept HBONE connections.
-const TUNNEL: u16 = 15008;
 /// Istio's annotation of pods whose connections are captured: `enabled` if HBONE connections to the pod are accepted on
 /// its node.
 pub const REDIRECTION: &str = "ambient.istio.io/redirection";
@@ -50,7 +48,7 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
     let tunnels = label(&object.metadata.labels, LABEL_TUNNEL) == Some("http");
     let mut rules = rules(&object.metadata, tunnels, findings);
     if tunnels {
-        rules.inbound_ports.entry(TUNNEL).or_insert(false);
+        rules.inbound_ports.entry(HBONE).or_insert(false);
     }
     let mut asked = Asked {
         annotations: &object.metadata.annotations,
@@ -244,7 +242,7 @@ pub(super) fn rules(metadata: &Metadata, tunnels: bool, findings: &mut Findings)
 /// Reads annotations.
 struct Asked<'a> {
     annotations: &'a BTreeMap<String, String>,
-    /// Whether they may name [`TUNNEL`], which is otherwise the mesh's.
+    /// Whether they may name [`HBONE`], which is otherwise the mesh's.
     tunnels: bool,
     findings: &'a mut Findings,
 }
@@ -450,7 +448,7 @@ fn virtual_interface(name: &str) -> Result<Box<str>, String> {
 
 fn port(text: &str) -> Result<u16, String> {
     match port_or_tunnel(text)? {
-        TUNNEL => Err(reserved(TUNNEL)),
+        HBONE => Err(reserved(HBONE)),
         port => Ok(port),
     }
 }
@@ -461,7 +459,7 @@ fn port_or_tunnel(text: &str) -> Result<u16, String> {
         .ok()
         .filter(|&port| port != 0)
         .ok_or_else(|| format!("{text:?} is not a port; expected a number from 1 to 65535"))?;
-    if is_reserved(port) && port != TUNNEL {
+    if is_reserved(port) && port != HBONE {
         return Err(reserved(port));
     }
     Ok(port)

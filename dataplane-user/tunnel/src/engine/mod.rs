@@ -18,7 +18,7 @@ use std::{
 };
 
 use identity::Identities;
-use model::Workload;
+use model::{HBONE, Workload};
 use relay::{
     Attached, Direction, Flag, Handed, Index, Listener, Relay, TunnelView, Tunnelling,
     socket::Patience,
@@ -101,7 +101,7 @@ impl<I> fmt::Debug for Engine<I> {
 impl<I: Identities + 'static> Engine<I> {
     /// Makes an engine for the connections of a relay, which go through these tunnels.
     pub fn new(tunnels: Tunnels<I>, relay: Arc<Relay>, manner: Manner) -> Arc<Self> {
-        Self::with_port(tunnels, relay, manner, super::PORT)
+        Self::with_port(tunnels, relay, manner, HBONE)
     }
 
     fn with_port(tunnels: Tunnels<I>, relay: Arc<Relay>, manner: Manner, port: u16) -> Arc<Self> {
