@@ -40,7 +40,7 @@ mod requirements;
 #[cfg(feature = "api")]
 pub mod ztunnel;
 
-pub use agent::{Agent, AgentBuilder, PANICS};
+pub use agent::{Agent, AgentBuilder, PANICS, without_packets};
 pub use builder::LabBuilder;
 pub use command::{Command, Process};
 pub use error::{Error, Result};

@@ -16,6 +16,15 @@ const READ_ONLY_SETTINGS: &str =
 /// The variable that chooses the agents' packet path (`dataplane run --help`).
 const PACKET_PATH: &str = "DATAPLANE_PACKET_PATH";
 
+/// The arguments of [`AgentBuilder::sockets_only`].
+pub fn without_packets() -> &'static [&'static str] {
+    if std::env::var_os(PACKET_PATH).is_some() {
+        &[]
+    } else {
+        &["--packet-path", "off"]
+    }
+}
+
 /// An agent that has not been started.
 #[derive(Debug)]
 #[must_use = "an agent runs after `start`"]
@@ -68,10 +77,7 @@ impl<'a> AgentBuilder<'a> {
     /// sockets.
     /// With `DATAPLANE_PACKET_PATH` in the tests' own environment, these run with it, too.
     pub fn sockets_only(self) -> Self {
-        if std::env::var_os(PACKET_PATH).is_some() {
-            return self;
-        }
-        self.args(["--packet-path", "off"])
+        self.args(without_packets())
     }
 
     /// With these capabilities and no others, as in a pod: `["NET_ADMIN"]`. So are the commands

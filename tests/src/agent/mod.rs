@@ -26,7 +26,7 @@ use crate::{
     programs::Programs,
 };
 
-pub use self::builder::AgentBuilder;
+pub use self::builder::{AgentBuilder, without_packets};
 
 /// How long an agent may take until it is ready.
 const READY: Duration = Duration::from_mins(1);

@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use dataplane_common::Reason;
-use dataplane_tests::{Agent, Host, Lab, Process, patience, report::Report};
+use dataplane_tests::{Agent, Host, Lab, Process, patience, report::Report, without_packets};
 use kernel::tables::Tables;
 
 use crate::manifest::{Manifests, Service};
@@ -62,6 +62,11 @@ impl Cluster {
     /// it.
     pub fn start(services: impl FnOnce(&Lab) -> Vec<Service>) -> Result<Self> {
         Self::start_with(services, &[])
+    }
+
+    /// As [`Cluster::start`], without the packet path.
+    pub fn of_sockets(services: impl FnOnce(&Lab) -> Vec<Service>) -> Result<Self> {
+        Self::start_with(services, without_packets())
     }
 
     /// As [`Cluster::start`], with arguments for the agent.

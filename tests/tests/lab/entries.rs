@@ -72,7 +72,7 @@ fn vips(agent: &Agent, name: &str) -> Result<Vec<IpAddr>> {
 
 /// Two hosts at one port, each with its own endpoint, by both families.
 fn a_host_is_reached_at_the_addresses_that_it_was_given() -> Result<()> {
-    let cluster = Cluster::start(|_| Vec::new())?;
+    let cluster = Cluster::of_sockets(|_| Vec::new())?;
     let lab = &cluster.lab;
     let entries = [
         entry("one", &both(lab, "far"), json!({})),
@@ -108,7 +108,7 @@ fn a_host_is_reached_at_the_addresses_that_it_was_given() -> Result<()> {
 /// A client that has the host's first address goes on while the host has another address from the agent or a control
 /// plane.
 fn an_address_serves_on_when_a_control_plane_gives_another() -> Result<()> {
-    let cluster = Cluster::start(|_| Vec::new())?;
+    let cluster = Cluster::of_sockets(|_| Vec::new())?;
     let lab = &cluster.lab;
     // Of one host, each with its own port.
     let more = json!({
@@ -161,7 +161,7 @@ fn an_address_serves_on_when_a_control_plane_gives_another() -> Result<()> {
 
 fn stated_addresses_and_weights_hold_and_a_wrong_entry_is_left_out() -> Result<()> {
     const COUNT: u32 = 5_000;
-    let cluster = Cluster::start(|_| Vec::new())?;
+    let cluster = Cluster::of_sockets(|_| Vec::new())?;
     let lab = &cluster.lab;
     let node = lab.node("node2").ipv4();
     let weighted = [
@@ -229,7 +229,7 @@ fn stated_addresses_and_weights_hold_and_a_wrong_entry_is_left_out() -> Result<(
 }
 
 fn a_restart_moves_no_address() -> Result<()> {
-    let mut cluster = Cluster::start(|_| Vec::new())?;
+    let mut cluster = Cluster::of_sockets(|_| Vec::new())?;
     let entry = entry("db", &both(&cluster.lab, "near"), json!({}));
     cluster
         .manifests
@@ -282,6 +282,7 @@ fn entries_are_noticed_when_the_cluster_has_them() -> Result<()> {
     fs::write(&file, json!({ "source": source }).to_string())?;
     let agent = lab
         .agent("node2")
+        .sockets_only()
         .args(["--config".as_ref(), file.as_os_str()])
         .start()?;
     let status = run(&agent, "status -o json")?.json()?;
@@ -399,6 +400,7 @@ impl Site {
         fs::write(&file, json!({ "source": source }).to_string())?;
         let agent = lab
             .agent("node2")
+            .sockets_only()
             .args(["--config".as_ref(), file.as_os_str()])
             .start()?;
         eventually(|| vips(&agent, "other").map(drop))?;

@@ -235,7 +235,11 @@ fn serves_what_rules_say(mode: Mode) -> Result<()> {
     let Served { lab, _servers } = &Served::start(mode)?;
     let program = lab.programs().migrate()?;
     let imported = Imported::of(lab.node("node2"), &program, &[])?;
-    let agent = lab.agent("node2").args(imported.options()?).start()?;
+    let agent = lab
+        .agent("node2")
+        .sockets_only()
+        .args(imported.options()?)
+        .start()?;
     let client = lab.pod("sleep");
     let check = || -> Result<()> {
         for (to, how, endpoints) in [
@@ -366,7 +370,11 @@ fn a_node_is_moved_by_hand_and_given_back() -> Result<()> {
     reaches(client, TO, "connect --count 16", &["far", "near"])?;
 
     let imported = Imported::of(node, &lab.programs().migrate()?, &["--file", &rules])?;
-    let mut agent = lab.agent("node2").args(imported.options()?).start()?;
+    let mut agent = lab
+        .agent("node2")
+        .sockets_only()
+        .args(imported.options()?)
+        .start()?;
     let compare = |more: &[&str]| migrate(&agent, [&["compare"], more].concat());
     compare(&[])?.exits(0)?.says(&["none differs"])?;
     let differs = compare(&["--file", &other])?.exits(2)?;

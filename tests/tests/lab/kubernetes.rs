@@ -58,9 +58,9 @@ pub struct Site {
 }
 
 impl Site {
-    /// With objects, and an agent that has not been started.
+    /// With objects, and an agent of sockets that has not been started.
     fn prepare(objects: impl FnOnce(&Lab) -> Vec<Value>) -> Result<Self> {
-        Self::prepare_with(objects, |agent| agent)
+        Self::prepare_with(objects, |agent| agent.sockets_only())
     }
 
     /// Likewise, with changes to the agent.
@@ -640,7 +640,8 @@ fn exposed(lab: &Lab, name: &str) -> Value {
 
 /// A pod is scheduled, gets an address, is replaced by another, and ends: its host port follows it.
 fn host_ports_of_pods_are_served() -> Result<()> {
-    let mut site = Site::start(web)?;
+    let mut site = Site::prepare_with(web, |agent| agent)?;
+    site.agent.start()?;
     let (lab, cluster) = (&site.lab, site.server.cluster());
     let outside = lab.external("ext");
     let to = SocketAddr::from((lab.node("node2").ipv4(), EXPOSED)).to_string();
@@ -694,7 +695,7 @@ fn host_ports_of_pods_are_served() -> Result<()> {
 
 /// Without the permission for pods, `status` names the missing host ports, and services are served.
 fn without_the_right_to_read_pods_the_rest_is_served() -> Result<()> {
-    let mut site = Site::prepare(web)?;
+    let mut site = Site::prepare_with(web, |agent| agent)?;
     site.server.cluster().apply(exposed(&site.lab, "near"));
     site.server.faults().withhold(Some((Resource::Pods, 403)));
     site.agent.start()?;

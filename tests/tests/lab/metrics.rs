@@ -84,7 +84,7 @@ fn web(lab: &Lab) -> Service {
 }
 
 fn a_tenant_with_many_ports_leaves_others_their_series() -> Result<()> {
-    let cluster = Cluster::start(|lab| {
+    let cluster = Cluster::of_sockets(|lab| {
         let many = ["10.96.1.1", "10.96.1.2"].map(|ip| {
             let hog = Service::new(&format!("hog-{ip}"), &[ip]).in_namespace("hog");
             (1..=6000).fold(hog, |hog, port| hog.port(&format!("p{port}"), port, TCP))
@@ -120,7 +120,7 @@ fn a_tenant_with_many_ports_leaves_others_their_series() -> Result<()> {
 }
 
 fn metrics_count_what_clients_did() -> Result<()> {
-    let cluster = Cluster::start(|lab| {
+    let cluster = Cluster::of_sockets(|lab| {
         let empty = Service::new("empty", &["10.96.0.11"]).port("tcp", 80, TCP);
         let local = Service::new("local", &["10.96.0.12"]).port("tcp", 80, TCP);
         let local = local.set("internalTrafficPolicy", "Local");
@@ -215,7 +215,7 @@ fn metrics_count_what_clients_did() -> Result<()> {
 
 /// A service's counter does not become smaller by other endpoints, another port beside it, or a new agent.
 fn counters_do_not_go_backwards() -> Result<()> {
-    let mut cluster = Cluster::start(|lab| vec![web(lab)])?;
+    let mut cluster = Cluster::of_sockets(|lab| vec![web(lab)])?;
     let client = cluster.lab.pod("sleep").clone();
     let node = cluster.lab.node("node2").clone();
     let counted = |wanted: f64, when: &str| {
@@ -273,7 +273,7 @@ const SOCKETS: [&str; 7] = [
 
 /// Any user of the node, and any pod in its network, reaches its loopback; any host its address.
 fn what_nobody_asked_for_is_for_nobody() -> Result<()> {
-    let cluster = Cluster::start(|lab| vec![web(lab)])?;
+    let cluster = Cluster::of_sockets(|lab| vec![web(lab)])?;
     let node = cluster.lab.node("node2");
     fails(node, "127.0.0.1:15000", "connect --silent", "ECONNREFUSED")?;
     for client in [cluster.client(), node] {
@@ -388,7 +388,11 @@ fn every_endpoint_can_be_turned_off() -> Result<()> {
 fn a_port_in_use_is_named_before_anything_is_touched() -> Result<()> {
     let lab = Cluster::lab()?;
     let manifests = Manifests::new(&[web(&lab)])?;
-    let agent = lab.agent("node2").manifests(manifests.path()).prepare()?;
+    let agent = lab
+        .agent("node2")
+        .sockets_only()
+        .manifests(manifests.path())
+        .prepare()?;
     let _taken = lab.node("node2").serve(&["--tcp", "0.0.0.0:15021"])?;
     let file = manifests.path();
     let arguments = ["--manifests".as_ref(), file.as_os_str()];

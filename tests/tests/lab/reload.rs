@@ -123,7 +123,11 @@ fn faults_in_one_file_change_nothing_of_the_others() -> Result<()> {
     let _servers = [serve(lab.pod("near"))?, serve(lab.pod("near2"))?];
     let directory = Directory::new()?;
     directory.write("web.json", &[web(&lab, &["near"])])?;
-    let agent = lab.agent("node2").manifests(directory.path()).start()?;
+    let agent = lab
+        .agent("node2")
+        .sockets_only()
+        .manifests(directory.path())
+        .start()?;
     let client = lab.pod("sleep");
     reaches(client, TO, "connect --count 5", &["near"])?;
     let bad = directory.path().join("bad.yaml");
@@ -162,7 +166,11 @@ fn a_config_map_is_swapped() -> Result<()> {
     };
     swap("1", &["near"])?;
     symlink("..data/services.json", volume.path().join("services.json"))?;
-    let agent = lab.agent("node2").manifests(volume.path()).start()?;
+    let agent = lab
+        .agent("node2")
+        .sockets_only()
+        .manifests(volume.path())
+        .start()?;
     let client = lab.pod("sleep");
     reaches(client, TO, "connect --count 5", &["near"])?;
     // Twice: the watch must follow the link.
@@ -179,7 +187,11 @@ fn files_of_a_directory_come_and_go() -> Result<()> {
     let _server = serve(lab.pod("near"))?;
     let directory = Directory::new()?;
     let first = directory.write("first.json", &[web(&lab, &["near"])])?;
-    let agent = lab.agent("node2").manifests(directory.path()).start()?;
+    let agent = lab
+        .agent("node2")
+        .sockets_only()
+        .manifests(directory.path())
+        .start()?;
     let client = lab.pod("sleep");
     let other = Service::new("other", &["10.96.0.11"]).port("tcp", 80, TCP);
     let other = other.endpoints(&[lab.pod("near")]);
@@ -241,7 +253,11 @@ fn kinds_that_are_not_ours_are_counted_and_ignored() -> Result<()> {
          apiVersion: v1\nkind: Secret\nmetadata: {name: b}\n---\n\
          apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: c}\n",
     )?;
-    let agent = lab.agent("node2").manifests(directory.path()).start()?;
+    let agent = lab
+        .agent("node2")
+        .sockets_only()
+        .manifests(directory.path())
+        .start()?;
     let log = agent.log();
     ensure!(
         log.contains("ignored 3 objects")

@@ -85,7 +85,7 @@ fn vip(number: usize, v4: bool) -> SocketAddr {
 /// Services 21 and 22 have one endpoint in common, 23 has others. Replies come from the VIP that was asked, also where
 /// the endpoint alone does not tell.
 fn one_socket_talks_to_several_vips() -> Result<()> {
-    let cluster = Cluster::start(|lab| {
+    let cluster = Cluster::of_sockets(|lab| {
         vec![
             numbered(21, lab, &["near"]),
             numbered(22, lab, &["near"]),
@@ -134,7 +134,7 @@ fn one_socket_talks_to_several_vips() -> Result<()> {
 /// client uses that VIP again, the socket remembers it again, perhaps with another endpoint.
 fn the_oldest_of_too_many_vips_is_forgotten() -> Result<()> {
     let numbers = 100..100 + UDP_FLOWS + 4;
-    let cluster = Cluster::start(|lab| {
+    let cluster = Cluster::of_sockets(|lab| {
         numbers
             .clone()
             .map(|number| numbered(number, lab, &["far", "near", "near2"]))
@@ -170,7 +170,7 @@ fn the_oldest_of_too_many_vips_is_forgotten() -> Result<()> {
 /// A socket that was connected to a VIP and then to that VIP's endpoint itself has the endpoint as
 /// its peer, and gets replies from it.
 fn a_socket_connected_again_tells_the_truth() -> Result<()> {
-    let cluster = Cluster::start(|lab| {
+    let cluster = Cluster::of_sockets(|lab| {
         vec![
             numbered(21, lab, &["near"]),
             Service::new("tcp", &["10.96.0.30"])
@@ -204,7 +204,7 @@ fn a_socket_connected_again_tells_the_truth() -> Result<()> {
 /// The counterpart of a stale conntrack entry with kube-proxy: a resolver's socket that goes on sending to an endpoint
 /// that is gone. Here the next datagram goes to one that is there.
 fn a_socket_leaves_an_endpoint_that_left() -> Result<()> {
-    let cluster = Cluster::start(|lab| vec![numbered(21, lab, &["near"])])?;
+    let cluster = Cluster::of_sockets(|lab| vec![numbered(21, lab, &["near"])])?;
     let mut sockets = Vec::new();
     for v4 in [true, false] {
         let to = vip(21, v4).to_string();
@@ -253,7 +253,7 @@ fn places(cluster: &Cluster, scenario: &str) -> Result<Option<Sweeper>> {
 /// An unconnected socket has a place while it is open, which no search for closed sockets frees; also if it then talks to
 /// several VIPs, or is connected to an address without a service, at a port that no endpoint has.
 fn places_of_unconnected_sockets_are_freed() -> Result<()> {
-    let cluster = Cluster::start(|lab| {
+    let cluster = Cluster::of_sockets(|lab| {
         vec![
             numbered(21, lab, &["near"]),
             numbered(22, lab, &["near"]),
@@ -309,8 +309,9 @@ fn places_of_unconnected_sockets_are_freed() -> Result<()> {
 /// Sending takes no lock: each thread may choose an endpoint, and take a place.
 fn two_threads_send_a_sockets_first_datagrams() -> Result<()> {
     let endpoints = ["near", "near2", "far"];
-    let cluster =
-        Cluster::start(|lab| vec![numbered(21, lab, &endpoints), numbered(22, lab, &endpoints)])?;
+    let cluster = Cluster::of_sockets(|lab| {
+        vec![numbered(21, lab, &endpoints), numbered(22, lab, &endpoints)]
+    })?;
     let places = places(&cluster, "two_threads_send_a_sockets_first_datagrams")?;
     for v4 in [true, false] {
         let to = [21, 22].map(|number| vip(number, v4));

@@ -28,7 +28,7 @@ fn node2(zone: &str) -> Value {
 }
 
 fn clients_stay_in_their_zone_and_on_their_node() -> Result<()> {
-    let cluster = Cluster::start(|_| Vec::new())?;
+    let cluster = Cluster::of_sockets(|_| Vec::new())?;
     let (far, near) = (cluster.lab.pod("far"), cluster.lab.pod("near"));
     let web = || Service::new("web", &["10.96.0.10"]).port("tcp", 80, TCP);
     let by_zone = web().hinted(far, &["a"], &[]).hinted(near, &["b"], &[]);
@@ -61,7 +61,7 @@ fn clients_stay_in_their_zone_and_on_their_node() -> Result<()> {
 /// WorkloadEntries of a Service, and the endpoints of a ServiceEntry: in the zone, in the region, and in a network of
 /// others. Connections are made at sockets, in a pod and on the node.
 fn clients_reach_the_nearest_machines() -> Result<()> {
-    let cluster = Cluster::start(|_| Vec::new())?;
+    let cluster = Cluster::of_sockets(|_| Vec::new())?;
     let node = json!({
         "apiVersion": "v1", "kind": "Node", "metadata": { "name": "node2", "labels": {
             "topology.kubernetes.io/region": "r", "topology.kubernetes.io/zone": "a",
