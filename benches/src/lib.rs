@@ -7,6 +7,7 @@ pub mod fleet;
 pub mod import;
 pub mod manifests;
 pub mod measurement;
+mod node_worker;
 pub mod packet;
 pub mod plot;
 pub mod relay;

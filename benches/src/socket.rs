@@ -7,9 +7,10 @@ use dataplane_peers::Mode;
 use crate::{
     extent::{Extent, order},
     measurement::{self, Measurement, Samples, complain_of_noise, figures},
+    node_worker::Worker,
     rows::{Row, Target, find, most_services, thousands},
     say,
-    stage::{NodePlan, Stage, Worker},
+    stage::{NodePlan, Stage},
     worker::{CHURN_THREADS, Job, Transport},
 };
 

@@ -20,48 +20,11 @@ use crate::{
         CONNECT_PORT, CONNECT_TARGET_PORT, CROWD_PORT, CROWD_TARGET_PORT, ENDPOINTS, Fleet, PORT,
         TARGET_PORT,
     },
-    manifests, say,
+    manifests,
+    node_worker::Worker,
+    say,
     worker::{Answer, Job, Order, Transport},
 };
-
-/// The worker that carries a node's traffic.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Worker {
-    /// No worker: the node has no rules and no programs. The client connects to the endpoint.
-    Plain,
-    /// No worker, but the kernel's conntrack follows every flow, without translating it.
-    Conntrack,
-    /// An agent with default options.
-    Dataplane,
-    /// An agent without the packet path.
-    Sockets,
-    /// An agent, and the kernel's conntrack follows every flow, because rules of another program ask for it.
-    Tracked,
-    /// An agent, while a user runs `dataplane monitor`.
-    Monitored,
-    /// kube-proxy's rules.
-    Peer(Mode),
-}
-
-impl Worker {
-    /// Whether it is an agent with the packet path.
-    pub const fn is_agent(self) -> bool {
-        matches!(self, Self::Dataplane | Self::Tracked | Self::Monitored)
-    }
-
-    /// Returns the worker's `path` in the rows.
-    pub const fn path(self) -> &'static str {
-        match self {
-            Self::Plain => "plain",
-            Self::Conntrack => "conntrack",
-            Self::Dataplane => "dataplane",
-            Self::Sockets => "dataplane-sockets",
-            Self::Tracked => "dataplane-conntrack",
-            Self::Monitored => "dataplane-monitor",
-            Self::Peer(mode) => mode.word(),
-        }
-    }
-}
 
 /// A node of the comparison.
 #[derive(Clone, Copy, Debug)]
@@ -167,13 +130,11 @@ impl Stage {
         let (mut agents, mut monitors) = (vec![], vec![]);
         for (index, node) in nodes.iter().enumerate() {
             let host = lab.node(&node_name(index)).clone();
-            if matches!(node.worker, Worker::Conntrack | Worker::Tracked) {
+            if node.worker.is_tracked() {
                 track(&host)?;
             }
-            let arguments: &[&str] = match node.worker {
-                Worker::Plain | Worker::Conntrack | Worker::Peer(_) => continue,
-                Worker::Sockets => &["--packet-path", "off"],
-                Worker::Dataplane | Worker::Tracked | Worker::Monitored => &[],
+            let Some(arguments) = node.worker.arguments() else {
+                continue;
             };
             let (agent, directory) = start_agent(&lab, &host, &fleets[index], arguments)?;
             if node.worker == Worker::Monitored {

@@ -10,10 +10,10 @@ use dataplane_peers::Mode;
 use crate::{
     extent::{Extent, order},
     measurement::{self, Measurement, Name, Samples, complain_of_noise, figures, paced},
+    node_worker::Worker,
     rows::{Row, Target, find, most_services, thousands, uncertainty},
     say,
     socket::{MOST, MUCH, NOISE},
-    stage::Worker,
     stats::median,
     worker::{Job, Transport, WARM_UP},
 };
@@ -65,6 +65,13 @@ fn lanes(extent: &Extent) -> Vec<Lane> {
     let mut lanes = vec![lane(Worker::Plain, 0), lane(Worker::Conntrack, 0)];
     lanes.extend(extent.ours.iter().map(|of| lane(Worker::Dataplane, *of)));
     lanes.push(lane(Worker::Tracked, 1));
+    let few_and_many = [extent.theirs.first(), extent.theirs.last()];
+    lanes.extend(
+        few_and_many
+            .into_iter()
+            .flatten()
+            .map(|of| lane(Worker::Stack, *of)),
+    );
     for mode in Mode::ALL {
         let worker = Worker::Peer(mode);
         lanes.extend(extent.theirs.iter().map(|of| lane(worker, *of)));
@@ -373,6 +380,25 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
                 over(ours(1, case, metric), plain(case, metric)),
             );
         }
+        add(
+            format!("{case} {}plain, with conntrack", metrics[0].1),
+            1.03,
+            over(
+                value("dataplane-conntrack", 1, case, metrics[0].0),
+                plain(case, metrics[0].0),
+            ),
+        );
+        for services in FULL.theirs {
+            for (metric, what) in [metrics[0], metrics[1]] {
+                let mine = value("dataplane-stack", *services, case, metric);
+                let with = thousands(*services);
+                add(
+                    format!("{case} {what}kube-proxy's best mode, {with}, through the stack"),
+                    1.0,
+                    over(mine, best(*services, case, metric)),
+                );
+            }
+        }
         for (metric, what) in metrics {
             add(
                 format!("{case} {what}one service's, of {}", thousands(most)),
@@ -390,30 +416,31 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
             }
         }
     }
-    // The cost of making a flow: the first datagram's time minus a later datagram's. The target compares it with the
-    // cost in the kernel's conntrack.
+    targets.extend(making_a_flow(rows));
+    targets
+}
+
+/// Returns the target for the cost of making a flow: the first datagram's time minus a later datagram's. It compares it with the
+/// cost in the kernel's conntrack.
+fn making_a_flow(rows: &[Row]) -> Option<Target> {
+    let value = |path, services, metric| find(rows, path, services, FLOW, metric);
     let added = |path, services| {
-        let first = value(path, services, FLOW, "first_p50")?;
-        let later = value(path, services, FLOW, "later_p50")?;
+        let first = value(path, services, "first_p50")?;
+        let later = value(path, services, "later_p50")?;
         let rounds = first.by_round().zip(later.by_round());
         Some(rounds.map(|(first, later)| Some(first? - later?)))
     };
-    if let (Some(ours), Some(plain), Some(theirs)) = (
-        added("dataplane", 1),
-        added("plain", 0),
-        added("conntrack", 0),
-    ) {
-        // Both costs include the cost of a new socket. Subtract it: the plain path has only this cost.
-        let rounds = ours.zip(theirs).zip(plain);
-        let rounds = rounds.filter_map(|((a, b), plain)| Some((a? - plain?, b? - plain?)));
-        let (mut ours, mut theirs): (Vec<f64>, Vec<f64>) = rounds.unzip();
-        let uncertainty = uncertainty(&mut ours).hypot(uncertainty(&mut theirs));
-        let (mine, kernels) = (median(&mut ours), median(&mut theirs));
-        add(
-            format!("making a flow: ours {mine:.2} µs / the kernel's conntrack {kernels:.2} µs"),
-            NOISE,
-            Some((mine / kernels, uncertainty)),
-        );
-    }
-    targets
+    let (ours, plain) = (added("dataplane", 1)?, added("plain", 0)?);
+    // Both costs include the cost of a new socket. Subtract it: the plain path has only this cost.
+    let rounds = ours.zip(added("conntrack", 0)?).zip(plain);
+    let rounds = rounds.filter_map(|((a, b), plain)| Some((a? - plain?, b? - plain?)));
+    let (mut ours, mut theirs): (Vec<f64>, Vec<f64>) = rounds.unzip();
+    let uncertainty = uncertainty(&mut ours).hypot(uncertainty(&mut theirs));
+    let (mine, kernels) = (median(&mut ours), median(&mut theirs));
+    Some(Target {
+        what: format!("making a flow: ours {mine:.2} µs / the kernel's conntrack {kernels:.2} µs"),
+        value: mine / kernels,
+        at_most: NOISE,
+        uncertainty,
+    })
 }

@@ -16,8 +16,9 @@ use crate::{
         CONNECT_PORT, CONNECT_TARGET_PORT, ENDPOINTS, Fleet, NODE_PORTS, PORT, REMOTE_NODE_PORTS,
         TARGET_PORT,
     },
+    node_worker::Worker,
     stage::{
-        Worker, carry_out, client_name, cpu_of, load_peers, node_name, server_name, start_agent,
+        carry_out, client_name, cpu_of, load_peers, node_name, server_name, start_agent,
         start_client, start_server, track,
     },
     worker::{Job, Order, Transport},
@@ -133,15 +134,12 @@ impl Stage {
         let mut agents = vec![];
         for index in order(lanes.len()) {
             let node = lab.node(&node_name(index)).clone();
-            match lanes[index].worker {
-                Worker::Conntrack => track(&node)?,
-                worker if worker.is_agent() => {
-                    if worker == Worker::Tracked {
-                        track(&node)?;
-                    }
-                    agents.push((index, start_agent(&lab, &node, &fleets[index], &[])?));
-                }
-                _ => {}
+            let worker = lanes[index].worker;
+            if worker.is_tracked() {
+                track(&node)?;
+            }
+            if let Some(arguments) = worker.arguments() {
+                agents.push((index, start_agent(&lab, &node, &fleets[index], arguments)?));
             }
         }
         agents.sort_by_key(|(index, _)| *index);

@@ -100,12 +100,12 @@ impl Inner {
         roots: Vec<CertificateDer<'static>>,
     ) {
         // The roots first, because the user of the certificate may meet a peer whose certificate has the same root.
-        let kept = self.kept();
+        let contents = self.contents();
         state.send_if_modified(|state| {
             state.roots = roots;
             false
         });
-        self.publish(&kept);
+        self.publish(&contents);
         let mut is_new = false;
         state.send_modify(|state| {
             state.failed = None;

@@ -39,8 +39,8 @@ impl Store {
     /// Lists the identities that are wanted, sorted, with their certificates.
     pub fn list(&self) -> Vec<Listed> {
         let now = (self.inner.clock)();
-        let kept = self.inner.kept();
-        let listed = kept.slots.iter().map(|(identity, slot)| {
+        let contents = self.inner.contents();
+        let listed = contents.slots.iter().map(|(identity, slot)| {
             let State {
                 credential, failed, ..
             } = &*slot.state.borrow();
@@ -66,8 +66,8 @@ impl Store {
     /// Returns the problems of the files of roots and of revoked certificates, with their effects.
     pub fn problems(&self) -> Vec<String> {
         let now = (self.inner.clock)();
-        let kept = self.inner.kept();
-        let next_updates = kept.trust.iter().flat_map(|trust| &trust.next_updates);
+        let contents = self.inner.contents();
+        let next_updates = contents.trust.iter().flat_map(|trust| &trust.next_updates);
         let overdue = next_updates.filter(|(_, next)| *next < now).map(|(path, next)| {
             format!(
                 "{}: a newer list of revoked certificates was due at {}: certificates revoked since then are accepted",
@@ -75,7 +75,7 @@ impl Store {
                 Shown(*next)
             )
         });
-        let unreadable = kept.problem.iter().map(ToString::to_string);
+        let unreadable = contents.problem.iter().map(ToString::to_string);
         unreadable.chain(overdue).collect()
     }
 }

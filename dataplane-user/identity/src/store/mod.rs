@@ -49,7 +49,7 @@ struct Inner {
     provider: Arc<CryptoProvider>,
     clock: Clock,
     permits: Semaphore,
-    kept: Mutex<Kept>,
+    contents: Mutex<Contents>,
     roots: watch::Sender<Arc<Roots>>,
     /// The number of certificates that were replaced.
     replaced: watch::Sender<u64>,
@@ -58,7 +58,7 @@ struct Inner {
 }
 
 #[derive(Default)]
-struct Kept {
+struct Contents {
     slots: BTreeMap<Identity, Slot>,
     /// The contents of the files of roots. `None`: they have not been read, and no peer is trusted.
     trust: Option<Trust>,
@@ -123,7 +123,7 @@ impl Store {
             provider,
             clock,
             permits: Semaphore::new(REQUESTS_MAX),
-            kept: Mutex::default(),
+            contents: Mutex::default(),
             roots: watch::Sender::default(),
             replaced: watch::Sender::default(),
             files: watching.count(),
@@ -139,16 +139,17 @@ impl Store {
     /// Sets the identities that have a workload on this node. The store gets certificates of new identities, and forgets the
     /// certificates and keys of all other identities.
     pub fn want(&self, identities: &BTreeSet<Identity>) {
-        let mut kept = self.inner.kept();
-        kept.slots
+        let mut contents = self.inner.contents();
+        contents
+            .slots
             .retain(|identity, _| identities.contains(identity));
         for identity in identities {
-            if !kept.slots.contains_key(identity) {
+            if !contents.slots.contains_key(identity) {
                 let slot = self.slot(identity);
-                kept.slots.insert(identity.clone(), slot);
+                contents.slots.insert(identity.clone(), slot);
             }
         }
-        self.inner.publish(&kept);
+        self.inner.publish(&contents);
     }
 
     fn slot(&self, identity: &Identity) -> Slot {
@@ -170,7 +171,7 @@ impl Store {
 impl Drop for Store {
     fn drop(&mut self) {
         self.follower.abort();
-        self.inner.kept().slots.clear();
+        self.inner.contents().slots.clear();
     }
 }
 
@@ -182,8 +183,8 @@ impl Identities for Store {
         };
         let unwanted = || error("no workload of this node has the identity".into());
         let (mut state, hurry) = {
-            let kept = self.inner.kept();
-            let slot = kept.slots.get(identity).ok_or_else(unwanted)?;
+            let contents = self.inner.contents();
+            let slot = contents.slots.get(identity).ok_or_else(unwanted)?;
             (slot.state.subscribe(), slot.hurry.clone())
         };
         loop {
@@ -221,18 +222,18 @@ impl Identities for Store {
 }
 
 impl Inner {
-    fn kept(&self) -> MutexGuard<'_, Kept> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    fn contents(&self) -> MutexGuard<'_, Contents> {
+        self.contents.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Publishes the roots if they have changed: the roots in files, and for other trust domains the roots that came with
     /// certificates.
-    fn publish(&self, kept: &Kept) {
-        let Some(trust) = &kept.trust else {
+    fn publish(&self, contents: &Contents) {
+        let Some(trust) = &contents.trust else {
             return;
         };
         let mut roots = trust.roots.clone();
-        for (identity, slot) in &kept.slots {
+        for (identity, slot) in &contents.slots {
             let domain = identity.trust_domain();
             if trust.roots.by_domain.contains_key(domain) {
                 continue;
@@ -269,25 +270,25 @@ impl Inner {
     }
 
     fn took(&self, read: Result<Trust, String>) {
-        let mut kept = self.kept();
+        let mut contents = self.contents();
         match read {
             Ok(trust) => {
-                kept.trust = Some(trust);
-                kept.problem = None;
-                self.publish(&kept);
+                contents.trust = Some(trust);
+                contents.problem = None;
+                self.publish(&contents);
             }
             Err(problem) => {
-                let effect = match kept.trust {
+                let effect = match contents.trust {
                     Some(_) => {
                         "the roots and revoked certificates that were read before still count"
                     }
                     None => "no peer is trusted until it can be read",
                 };
                 let problem: Arc<str> = format!("{problem}: {effect}").into();
-                if kept.problem.as_ref() != Some(&problem) {
+                if contents.problem.as_ref() != Some(&problem) {
                     tracing::error!("{problem}");
                 }
-                kept.problem = Some(problem);
+                contents.problem = Some(problem);
             }
         }
     }
