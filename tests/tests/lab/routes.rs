@@ -34,6 +34,7 @@ scenarios! {
     Dataplane:
     the_stack_encapsulates_what_a_route_says,
     interfaces_without_a_link_layer_are_ways_too,
+    interfaces_without_a_link_layer_are_ways_of_the_stack,
     rules_of_routing_count,
     ways_are_kept_for_a_moment,
     ports_in_rules_are_noticed,
@@ -156,12 +157,20 @@ fn carry(from: &mut File, to: &mut File) {
 /// Nodes that reach each other by a tunnel: endpoints behind it, clients that come by it, and refusals
 /// that go back by it.
 fn interfaces_without_a_link_layer_are_ways_too() -> Result<()> {
+    without_link_layer("fast")
+}
+
+fn interfaces_without_a_link_layer_are_ways_of_the_stack() -> Result<()> {
+    without_link_layer("stack")
+}
+
+fn without_link_layer(path: &str) -> Result<()> {
     let lab = Cluster::lab_of_packets()?;
     let nodes = [lab.node("node1"), lab.node("node2")];
     let _cable = match Cable::lay(nodes) {
         Ok(cable) => cable,
         Err(error) => {
-            println!("skipped routes::interfaces_without_a_link_layer_are_ways_too: {error:#}");
+            println!("skipped interfaces without a link layer, {path}: {error:#}");
             return Ok(());
         }
     };
@@ -193,6 +202,8 @@ fn interfaces_without_a_link_layer_are_ways_too() -> Result<()> {
         "10.244.0.0/16,fd00:10:244::/48",
         "--nodeport-addresses",
         "10.99.0.0/24,fd99::/64,192.168.77.0/24,fd77::/64",
+        "--packet-path",
+        path,
     ];
     let cluster = Cluster::start_in(lab, &["near", "far"], services, &arguments)?;
     let status = cluster.status()?;
