@@ -40,7 +40,7 @@ impl Due {
         self.at = self.at.min(self.rested);
     }
 
-    /// As soon as the thread has rested as long as the work took: something waits for the work.
+    /// As soon as the thread has rested as long as the work took, or computed ([`Due::rest_once`]): something waits for it.
     pub fn sooner(&mut self) {
         self.at = self.at.min(self.rested_once);
     }
@@ -58,6 +58,12 @@ impl Due {
     /// As [`Due::done`], with a rest of so many times the work's duration.
     pub fn done_resting(&mut self, times: u32, start: Instant, patience: Duration) {
         self.rest(times, start.elapsed(), patience);
+    }
+
+    /// The work that was done has computed for so long, which is the shorter rest. The rest of its time it has waited for the
+    /// kernel's locks, which needs no rest.
+    pub fn rest_once(&mut self, computed: Duration) {
+        self.rested_once = Instant::now() + computed;
     }
 
     fn rest(&mut self, times: u32, took: Duration, patience: Duration) {
@@ -94,5 +100,9 @@ mod tests {
         assert!(due.at >= start + 2 * Duration::from_millis(2) && due.at < due.rested);
         due.soon();
         assert_eq!(due.at, due.rested_once);
+        due.done(start, LOOK);
+        due.rest_once(Duration::ZERO);
+        due.sooner();
+        assert!(due.at <= Instant::now(), "it only waited");
     }
 }

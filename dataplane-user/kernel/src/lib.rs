@@ -251,12 +251,8 @@ impl Kernel {
         if self.waiting.is_none() {
             self.capture
                 .attach_events(&self.pins, &self.cgroup, wanted)?;
-        }
-        // Before anything is looked up by it, and after.
-        for namespace in namespaces.iter().filter(|_| self.waiting.is_none()) {
-            if let Err(error) = self.capture.attach(&self.pins, namespace) {
-                failed.insert(namespace.cookie, error);
-            }
+            // Before anything is looked up by it, and after.
+            failed = self.capture.attach_all(&self.pins, namespaces);
         }
         let mesh = self.capture.apply(wanted, levels, guard)?;
         if let Some(mesh) = mesh {

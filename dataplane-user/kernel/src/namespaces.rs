@@ -1,6 +1,7 @@
 //! The network namespaces of this machine.
 
 use std::{
+    cell::Cell,
     collections::{BTreeSet, HashMap, HashSet},
     fs::{self, File},
     io,
@@ -10,9 +11,13 @@ use std::{
     },
     path::{Path, PathBuf},
     thread,
+    time::Duration,
 };
 
-use nix::sched::{CloneFlags, setns};
+use nix::{
+    sched::{CloneFlags, setns},
+    time::{ClockId, clock_gettime},
+};
 use socket2::{Domain, Socket, Type};
 
 use super::{
@@ -293,13 +298,29 @@ pub fn tcp_sockets(namespace: BorrowedFd<'_>, v4: bool, count: usize) -> io::Res
 }
 
 fn on_a_thread<T: Send>(name: &str, work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
-    thread::scope(|scope| {
+    let (result, took) = thread::scope(|scope| {
         thread::Builder::new()
             .name(name.to_owned())
-            .spawn_scoped(scope, work)?
+            .spawn_scoped(scope, || (work(), own_processor_time()))?
             .join()
-            .map_err(|_| io::Error::other("the thread in a network namespace panicked"))?
-    })
+            .map_err(|_| io::Error::other("the thread in a network namespace panicked"))
+    })?;
+    HELPED.set(HELPED.get() + took);
+    result
+}
+
+thread_local! {
+    /// How much of a processor's time the threads have used that worked in network namespaces for this thread.
+    static HELPED: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+}
+
+/// How much of a processor's time this thread has used, with the threads that worked in network namespaces for it.
+pub fn processor_time() -> Duration {
+    own_processor_time() + HELPED.get()
+}
+
+fn own_processor_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }
 
 #[cfg(test)]
@@ -307,6 +328,17 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
+
+    #[test]
+    fn the_time_of_helping_threads_counts() {
+        let before = processor_time();
+        let worked = on_a_thread("test", || {
+            while own_processor_time() < Duration::from_millis(20) {}
+            Ok(())
+        });
+        worked.unwrap();
+        assert!(processor_time() - before >= Duration::from_millis(20));
+    }
 
     #[test]
     fn paths_of_processes_are_told_from_names() {

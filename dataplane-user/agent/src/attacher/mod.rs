@@ -3,8 +3,8 @@
 //! The kernel takes some 10 ms to attach or detach a program, and there may be hundreds of interfaces. A look at the
 //! present state walks through all interfaces and all network namespaces. So a thread of its own does this work:
 //! changes of services do not wait for it. The thread gathers events meanwhile, and after each piece of work it rests
-//! for a multiple of the time that the work took, and for that time if a pod's start waits for it. While programs are
-//! attached, the kernel mostly waits, so new interfaces do not wait for a rest of this length.
+//! for a multiple of the time that the work took, or, if a pod's start waits for it, for as long as the work computed. While
+//! programs are attached, the kernel mostly waits, so new interfaces do not wait for a rest of this length.
 
 mod packets;
 
@@ -25,7 +25,7 @@ use admin::{
     api::Gravity,
     cni::{Answer, Ask},
 };
-use kernel::Kernel;
+use kernel::{Kernel, namespaces::processor_time};
 use model::Snapshot;
 use source::Health;
 use threads::may_panic;
@@ -353,7 +353,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Makes capture due. While a pod's start waits for it, the thread rests less: it then works for half of the time at most.
+    /// Makes capture due. While a pod's start waits for it, the thread rests less: it then computes for half of the time at most.
     fn capture_soon(&mut self) {
         if self.mesh.as_ref().is_some_and(Mesh::is_awaited) {
             self.capture.sooner();
@@ -364,7 +364,7 @@ impl Worker {
 
     /// Brings capture in line with the present workloads and network namespaces.
     fn capture(&mut self) {
-        let start = Instant::now();
+        let (start, worked) = (Instant::now(), processor_time());
         let Some(mesh) = &mut self.mesh else { return };
         let Some(snapshot) = &self.snapshot else {
             self.capture.done(start, RETRY);
@@ -393,6 +393,8 @@ impl Worker {
             }
         }
         self.capture.done(start, mesh.patience());
+        let worked = processor_time().saturating_sub(worked);
+        self.capture.rest_once(worked);
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use admin::api::Gravity;
 use dataplane_common::packet::{Iface, PacketConfig};
-use nix::time::{ClockId, clock_gettime};
+use kernel::namespaces::processor_time;
 use tracing::{error, info, warn};
 
 use super::Worker;
@@ -142,9 +142,4 @@ impl Worker {
         let took = processor_time().saturating_sub(worked);
         self.network.done_in(took, patience);
     }
-}
-
-/// How much of a processor's time this thread has used.
-fn processor_time() -> Duration {
-    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }

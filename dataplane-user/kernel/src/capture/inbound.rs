@@ -1,13 +1,15 @@
 //! The program at the socket lookup of workloads' network namespaces. Each namespace has its own instance, which has
 //! the namespace's cookie as a constant, because `sk_lookup` programs have no helper that returns their network
 //! namespace. Without the cookie, a process could assign another workload's address to one of its own interfaces, and
-//! its connections would be handed to that workload's socket.
+//! its connections would be handed to that workload's socket. The agent writes the constant before it attaches the
+//! instance, so instances of pods that have ended serve others.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet, btree_map::Entry},
     fs, io,
     os::fd::{AsFd, AsRawFd as _, OwnedFd},
     path::{Path, PathBuf},
+    time::Instant,
 };
 
 use aya_obj::{
@@ -19,7 +21,10 @@ use aya_obj::{
 };
 use zerocopy::IntoBytes as _;
 
-use super::Namespace;
+use super::{
+    Namespace,
+    instances::{Instance, Instances, MOST},
+};
 use crate::{
     error::{Doing, Error},
     object,
@@ -44,8 +49,16 @@ pub struct Inbound {
     cookie: usize,
     /// Indices of the instructions that refer to the constants.
     naming: Vec<usize>,
-    /// The ids of the instances that this agent has attached, by the namespaces' cookies.
-    attached: BTreeMap<u64, u32>,
+    /// The instances that this agent has attached, by the namespaces' cookies.
+    attached: BTreeMap<u64, Ids>,
+    spare: Instances,
+}
+
+/// The ids of an instance: a file of each would be two for each pod.
+#[derive(Clone, Copy, Debug)]
+struct Ids {
+    program: u32,
+    constants: u32,
 }
 
 impl Inbound {
@@ -91,61 +104,101 @@ impl Inbound {
             cookie,
             naming,
             attached: BTreeMap::new(),
+            spare: Instances::default(),
         })
     }
 
-    /// Attaches the program to a namespace, for incoming connections, or replaces the attached program in place.
-    pub fn attach(&mut self, pins: &Pins, namespace: &Namespace) -> Result<(), Error> {
+    /// Attaches the program to namespaces, for incoming connections, or replaces the attached program in place. Returns the
+    /// failures, by the namespaces' cookies.
+    pub fn attach_all(&mut self, pins: &Pins, namespaces: &[&Namespace]) -> BTreeMap<u64, Error> {
+        let mut failed = BTreeMap::new();
+        for namespaces in namespaces.chunks(MOST) {
+            let cookies = namespaces.iter().map(|namespace| namespace.cookie);
+            let missing = cookies.filter(|cookie| !self.attached.contains_key(cookie));
+            let missing = missing.count();
+            self.spare.have(missing, || self.load());
+            for namespace in namespaces {
+                if let Err(error) = self.attach(pins, namespace) {
+                    failed.insert(namespace.cookie, error);
+                }
+            }
+        }
+        failed
+    }
+
+    fn attach(&mut self, pins: &Pins, namespace: &Namespace) -> Result<(), Error> {
         let cookie = namespace.cookie;
         let path = pin(pins, cookie);
         let doing = || format!("cannot attach program {INBOUND} to a network namespace");
         if let Ok(link) = sys::obj_get(&path) {
             let there = sys::link_info(link.as_fd()).doing(doing)?;
             if there.is_attached() {
-                if self.attached.get(&cookie) != Some(&there.program) {
-                    let program = self.load(cookie).doing(doing)?;
-                    sys::link_update(link.as_fd(), program.as_fd()).doing(doing)?;
-                    self.remember(cookie, &program).doing(doing)?;
+                if self.attached.get(&cookie).map(|ids| ids.program) != Some(there.program) {
+                    let instance = self.instance(cookie).doing(doing)?;
+                    sys::link_update(link.as_fd(), instance.program.as_fd()).doing(doing)?;
+                    self.remember(cookie, &instance).doing(doing)?;
                 }
                 return Ok(());
             }
             fs::remove_file(&path).doing(|| format!("cannot remove {}", path.display()))?;
         }
-        let program = self.load(cookie).doing(doing)?;
-        let link = sys::link_create_netns(program.as_fd(), namespace.file.as_fd()).doing(doing)?;
+        let instance = self.instance(cookie).doing(doing)?;
+        let link = sys::link_create_netns(instance.program.as_fd(), namespace.file.as_fd());
+        let link = link.doing(doing)?;
         sys::obj_pin(link.as_fd(), &path).doing(|| format!("cannot pin {}", path.display()))?;
-        self.remember(cookie, &program).doing(doing)
+        self.remember(cookie, &instance).doing(doing)
     }
 
-    /// Forgets namespaces but those that are wanted.
-    pub fn keep(&mut self, wanted: impl Fn(u64) -> bool) {
+    /// Opens the instance that this agent has attached to a namespace; `None` if there is none, or the kernel refuses.
+    pub fn instance_of(&self, cookie: u64) -> Option<Instance> {
+        let ids = self.attached.get(&cookie)?;
+        Some(Instance {
+            program: sys::prog_by_id(ids.program).ok()?,
+            constants: sys::map_by_id(ids.constants).ok()?,
+        })
+    }
+
+    /// Forgets namespaces but those that are wanted. `retired`: their instances, which are detached; they serve others.
+    pub fn keep(&mut self, wanted: impl Fn(u64) -> bool, retired: Vec<Instance>) {
         self.attached.retain(|cookie, _| wanted(*cookie));
+        self.spare.retire(retired, sys::wait_for_programs);
+        self.spare.tidy(Instant::now());
     }
 
-    fn remember(&mut self, cookie: u64, program: &OwnedFd) -> io::Result<()> {
-        let id = sys::prog_info(program.as_fd())?.id;
-        self.attached.insert(cookie, id);
+    fn remember(&mut self, cookie: u64, instance: &Instance) -> io::Result<()> {
+        let ids = Ids {
+            program: sys::prog_info(instance.program.as_fd())?.id,
+            constants: sys::map_info(instance.constants.as_fd())?.id,
+        };
+        self.attached.insert(cookie, ids);
         Ok(())
     }
 
-    /// Loads the instance for a namespace.
-    fn load(&self, cookie: u64) -> io::Result<OwnedFd> {
+    /// Returns an instance for a namespace, which is attached nowhere.
+    fn instance(&self, cookie: u64) -> io::Result<Instance> {
+        let instance = self.spare.take().map_or_else(|| self.load(), Ok)?;
         let mut constants = self.constants.clone();
         constants[self.cookie..][..size_of::<u64>()].copy_from_slice(cookie.as_bytes());
+        sys::map_update(instance.constants.as_fd(), 0u32.as_bytes(), &constants, 0)?;
+        Ok(instance)
+    }
+
+    /// Loads an instance without a namespace.
+    fn load(&self) -> io::Result<Instance> {
         let shape = Shape {
             kind: BPF_MAP_TYPE_ARRAY,
             key_size: 4,
-            value_size: u32::try_from(constants.len()).map_err(io::Error::other)?,
+            value_size: u32::try_from(self.constants.len()).map_err(io::Error::other)?,
             flags: READ_ONLY,
         };
-        let table = sys::map_create(".rodata", &shape, 1)?;
-        sys::map_update(table.as_fd(), 0u32.as_bytes(), &constants, 0)?;
+        let constants = sys::map_create(".rodata", &shape, 1)?;
         let mut instructions = self.instructions.clone();
         for at in &self.naming {
-            instructions[*at].imm = table.as_raw_fd();
+            instructions[*at].imm = constants.as_raw_fd();
         }
         let kind = BPF_PROG_TYPE_SK_LOOKUP;
-        sys::prog_load_named(INBOUND, kind, BPF_SK_LOOKUP, &instructions)
+        let program = sys::prog_load_named(INBOUND, kind, BPF_SK_LOOKUP, &instructions)?;
+        Ok(Instance { program, constants })
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod differences;
 mod inbound;
+mod instances;
 pub(super) mod interface_rules;
 pub(super) mod lease;
 mod listeners;
@@ -37,6 +38,7 @@ use self::wanted::{denies, has_proxy};
 use self::{
     differences::{add, any, make_room, remove},
     inbound::{Inbound, detach, links},
+    instances::MOST,
     probes::Probes,
 };
 pub use self::{
@@ -359,27 +361,36 @@ impl Capture {
         }
     }
 
-    /// Attaches our program to a namespace, for inbound connections, or replaces the attached program in place.
-    pub(super) fn attach(&mut self, pins: &Pins, namespace: &Namespace) -> Result<(), Error> {
+    /// Attaches our program to namespaces, for inbound connections, or replaces the attached program in place. Returns the
+    /// failures, by the namespaces' cookies.
+    pub(super) fn attach_all(
+        &mut self,
+        pins: &Pins,
+        namespaces: &[&Namespace],
+    ) -> BTreeMap<u64, Error> {
         match &mut self.inbound {
-            Some(inbound) => inbound.attach(pins, namespace),
-            None => Ok(()),
+            Some(inbound) => inbound.attach_all(pins, namespaces),
+            None => BTreeMap::new(),
         }
     }
 
-    /// Detaches our program from all namespaces but those of `wanted`.
+    /// Detaches our program from all namespaces but those of `wanted`. Its instances then serve others.
     pub(super) fn detach_others(
         &mut self,
         pins: &Pins,
         wanted: impl Fn(u64) -> bool,
     ) -> Result<(), Error> {
-        if let Some(inbound) = &mut self.inbound {
-            inbound.keep(&wanted);
-        }
+        let mut retired = Vec::new();
         for (path, cookie) in links(pins, INBOUND) {
             if !wanted(cookie) {
+                // With the link goes the last reference to the program.
+                let inbound = self.inbound.as_ref().filter(|_| retired.len() < MOST);
+                retired.extend(inbound.and_then(|inbound| inbound.instance_of(cookie)));
                 detach(&path)?;
             }
+        }
+        if let Some(inbound) = &mut self.inbound {
+            inbound.keep(wanted, retired);
         }
         Ok(())
     }

@@ -54,6 +54,8 @@ pub fn object_kind(object: BorrowedFd<'_>) -> io::Result<ObjectKind> {
 /// A map's name and shape.
 #[derive(Clone, Debug)]
 pub struct MapInfo {
+    /// Its id, unique while the machine runs.
+    pub id: u32,
     /// Its name.
     pub name: String,
     /// Type, sizes, flags; the type as the kernel numbers it.
@@ -74,6 +76,7 @@ pub fn map_info(map: BorrowedFd<'_>) -> io::Result<MapInfo> {
     // thing's info, which is plain integers as well.
     let info: bpf_map_info = unsafe { info(map) }?;
     Ok(MapInfo {
+        id: info.id,
         name: name(&info.name),
         kind: info.type_,
         key_size: info.key_size,

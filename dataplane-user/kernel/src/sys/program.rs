@@ -65,6 +65,17 @@ pub fn prog_load_named(
     }
 }
 
+/// Waits until programs that were detached before this call run no longer: a grace period of RCU (`membarrier(2)`), some
+/// milliseconds.
+pub fn wait_for_programs() -> io::Result<()> {
+    // SAFETY: the call takes two numbers, and touches no memory of ours.
+    let result = unsafe { libc::syscall(libc::SYS_membarrier, libc::MEMBARRIER_CMD_GLOBAL, 0) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
 /// Runs a program once (`BPF_PROG_TEST_RUN`).
 #[cfg(test)]
 pub fn prog_test_run(program: BorrowedFd<'_>) -> io::Result<u32> {

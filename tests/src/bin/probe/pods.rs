@@ -33,9 +33,12 @@ const LOOPBACK: u32 = 1;
 
 #[derive(Args)]
 pub struct Arguments {
-    /// The CNI plug-in
+    /// The CNI plug-in; without it, pods have none, and make no connections
     #[arg(long, value_name = "FILE")]
-    plugin: PathBuf,
+    plugin: Option<PathBuf>,
+    /// Call the plug-in for its version only, as often as for a pod; pods make no connections
+    #[arg(long)]
+    version: bool,
     /// The agent's socket
     #[arg(long, value_name = "FILE")]
     socket: PathBuf,
@@ -116,6 +119,14 @@ impl Pod<'_> {
         let started = Instant::now();
         self.plugin("ADD")?;
         let add_ns = ns(started.elapsed());
+        if self.of.version || self.of.plugin.is_none() {
+            let (first, denied) = Default::default();
+            return Ok(StartReport {
+                add_ns,
+                first,
+                denied,
+            });
+        }
         enter(&own)?;
         let report = self.connect(add_ns);
         enter(&node.netns)?;
@@ -165,6 +176,10 @@ impl Pod<'_> {
 
     /// Calls the plug-in, which must succeed.
     fn plugin(&self, command: &str) -> Result<()> {
+        let Some(plugin) = &self.of.plugin else {
+            return Ok(());
+        };
+        let command = if self.of.version { "VERSION" } else { command };
         let input = json!({
             "cniVersion": "1.1.0",
             "name": "net",
@@ -181,7 +196,7 @@ impl Pod<'_> {
             "IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME={};K8S_POD_UID={}",
             self.name, self.uid
         );
-        let mut plugin = Command::new(&self.of.plugin);
+        let mut plugin = Command::new(plugin);
         plugin
             .env("CNI_COMMAND", command)
             .env("CNI_CONTAINERID", self.uid)
