@@ -97,7 +97,7 @@ impl Command {
                 let common = args.common();
                 both(&mut common.paths, &mut common.socket, file);
             }
-            Self::Doctor(args) => args.paths.fill_from(file),
+            Self::Doctor(args) => args.fill_from(file),
             Self::Guard(args) => args.fill_from(file),
             Self::Ca(_)
             | Self::Cni(_)

@@ -10,6 +10,7 @@
 mod cni;
 pub mod config;
 mod dns;
+mod enrolled;
 mod faults;
 mod flow_timeouts;
 mod identity;
@@ -29,6 +30,7 @@ use clap::{Args, ValueEnum};
 pub use cni::Cni;
 use dataplane_common::Protocol;
 pub use dns::{Dns, DnsCapture, DnsDestinations};
+pub use enrolled::{Enrols, NeverCaptured};
 pub use faults::faults;
 pub use flow_timeouts::FlowTimeouts;
 pub use identity::{IdentitySource, IstioCa, LocalCa, MeshIdentity, TrustedRoots};

@@ -46,6 +46,10 @@ pub struct Blocking {
     pub patch: Value,
 }
 
+/// What the agent's configuration says of the capture of a Pod, by namespace and name: whatever labels say, and if no label says
+/// anything.
+pub type Configured<'a> = &'a dyn Fn(&str, &str) -> [Option<bool>; 2];
+
 /// The rules of a policy without the port, by their indices, and the Pods that are affected.
 type Affected = (BTreeSet<usize>, Vec<String>);
 
@@ -54,23 +58,23 @@ type Affected = (BTreeSet<usize>, Vec<String>);
 ///
 /// # Errors
 /// If it is not such a list, or if one of these objects cannot be read.
-pub fn blocking(list: &Value) -> Result<Vec<Blocking>, String> {
+pub fn blocking(list: &Value, configured: Configured<'_>) -> Result<Vec<Blocking>, String> {
     let items = list["items"].as_array().ok_or(
         "expected a list of objects, as `kubectl get networkpolicies,pods,namespaces -A -o json` prints it",
     )?;
     let policies: Vec<NetworkPolicy> = read(items, "NetworkPolicy")?;
     let pods: Vec<Pod> = read(items, "Pod")?;
     let namespaces: Vec<Namespace> = read(items, "Namespace")?;
-    let enrols = |name: &str| {
+    let of_namespace = |name: &str| {
         let mut of_name = namespaces
             .iter()
             .filter(|of| of.metadata.name.as_deref() == Some(name));
-        of_name.any(|of| mode(of.metadata.labels.as_ref()) == Some("ambient"))
+        of_name.find_map(|of| enrols(of.metadata.labels.as_ref()))
     };
     let mut found: BTreeMap<(&str, &str), Affected> = BTreeMap::new();
     for pod in &pods {
         let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-        if !is_enrolled(pod, enrols(namespace)) {
+        if !is_enrolled(pod, of_namespace(namespace), configured) {
             continue;
         }
         let limiting = policies
@@ -199,23 +203,31 @@ fn selects(selector: Option<&LabelSelector>, labels: &Labels) -> bool {
     })
 }
 
-fn mode(labels: Option<&Labels>) -> Option<&str> {
-    labels?.get(LABEL_MODE).map(String::as_str)
+/// Whether labels enrol a Pod; `None` if they do not say.
+fn enrols(labels: Option<&Labels>) -> Option<bool> {
+    match labels?.get(LABEL_MODE)?.as_str() {
+        "ambient" => Some(true),
+        "none" => Some(false),
+        _ => None,
+    }
 }
 
-/// Whether labels enrol a Pod that runs in a network namespace of its own.
-fn is_enrolled(pod: &Pod, by_namespace: bool) -> bool {
+/// Whether labels or the configuration enrol a Pod that runs in a network namespace of its own.
+fn is_enrolled(pod: &Pod, by_namespace: Option<bool>, configured: Configured<'_>) -> bool {
     let annotations = pod.metadata.annotations.as_ref();
     let has_sidecar = annotations.is_some_and(|all| all.contains_key(SIDECAR));
     let on_node = pod.spec.as_ref().and_then(|spec| spec.host_network) == Some(true);
     let phase = pod.status.as_ref().and_then(|of| of.phase.as_deref());
     let has_ended = matches!(phase, Some("Succeeded" | "Failed"));
-    let labelled = match mode(pod.metadata.labels.as_ref()) {
-        Some("ambient") => true,
-        Some("none") => false,
-        _ => by_namespace,
-    };
-    labelled && !has_sidecar && !on_node && !has_ended
+    let metadata = &pod.metadata;
+    let [namespace, name] = [&metadata.namespace, &metadata.name];
+    let [enforced, without_label] = configured(
+        namespace.as_deref().unwrap_or_default(),
+        name.as_deref().unwrap_or_default(),
+    );
+    let by_label = enrols(metadata.labels.as_ref()).or(by_namespace);
+    let is_asked = enforced.or(by_label).or(without_label).unwrap_or_default();
+    is_asked && !has_sidecar && !on_node && !has_ended
 }
 
 /// Adds the port to these rules. They have ports, because a rule without ports has all of them.
@@ -361,7 +373,7 @@ mod tests {
                 policy["metadata"]["name"] = format!("p{number}").into();
                 policy
             }));
-            let found = blocking(&json!({ "items": items })).unwrap();
+            let found = blocking(&json!({ "items": items }), &|_, _| [None; 2]).unwrap();
             let names = found.iter().map(|of| of.name.clone());
             (names.collect::<Vec<_>>(), found)
         };
@@ -425,7 +437,35 @@ mod tests {
     }
 
     #[test]
+    fn the_configuration_enrols_pods() {
+        let http = json!({ "ingress": [{ "ports": [{ "port": 8080 }] }] });
+        for (label, configured, wanted) in [
+            (None, [None, None], false),
+            (None, [None, Some(true)], true),
+            (None, [Some(true), Some(false)], true),
+            (Some("none"), [None, Some(true)], false),
+            (Some("none"), [Some(true), None], true),
+            (Some("ambient"), [None, Some(false)], true),
+            (Some("ambient"), [Some(false), Some(true)], false),
+        ] {
+            let mut pod = pod();
+            pod["metadata"]["labels"][LABEL_MODE] = json!(label);
+            if label.is_none() {
+                pod["metadata"]["labels"] = json!({});
+            }
+            let list = json!({ "items": [pod, policy(&http)] });
+            let is_its = |namespace: &str, name: &str| {
+                assert_eq!((namespace, name), ("shop", "web-1"));
+                configured
+            };
+            let found = blocking(&list, &is_its).unwrap();
+            assert_eq!(!found.is_empty(), wanted, "{label:?} {configured:?}");
+        }
+    }
+
+    #[test]
     fn what_cannot_be_read_is_named() {
+        let blocking = |list: &Value| blocking(list, &|_, _| [None; 2]);
         assert!(blocking(&json!({})).unwrap_err().contains("kubectl get"));
         let mut wrong = policy(&json!({}));
         wrong["spec"] = json!({ "ingress": 3 });

@@ -20,6 +20,7 @@ scenarios! {
     every_command_helps,
     nonsense_is_refused_with_a_way_out,
     the_doctor_approves_of_this_machine,
+    the_doctor_names_policies_that_keep_tunnels_out,
 }
 
 /// One service of each kind with an answer of its own.
@@ -361,5 +362,77 @@ fn the_doctor_approves_of_this_machine() -> Result<()> {
     run(&agent, "doctor --cgroup /nowhere")?
         .exits(1)?
         .says(&["NO", "does not work on this machine"])
+        .map(drop)
+}
+
+fn the_doctor_names_policies_that_keep_tunnels_out() -> Result<()> {
+    let lab = Cluster::lab()?;
+    let agent = lab.agent("node2").prepare()?;
+    let pod = |name: &str, mode: &str| {
+        let metadata = json!({
+            "name": name,
+            "namespace": "shop",
+            "labels": { "app": "web", "istio.io/dataplane-mode": mode },
+        });
+        json!({ "kind": "Pod", "metadata": metadata, "spec": { "containers": [] } })
+    };
+    let policy = json!({
+        "kind": "NetworkPolicy",
+        "metadata": { "name": "web", "namespace": "shop" },
+        "spec": {
+            "podSelector": { "matchLabels": { "app": "web" } },
+            "ingress": [{ "ports": [{ "port": 8080 }] }],
+        },
+    });
+    let directory = tempfile::tempdir()?;
+    let write = |name: &str, value: Value| -> Result<String> {
+        let file = directory.path().join(name);
+        fs::write(&file, value.to_string())?;
+        Ok(file.to_str().context("a path in UTF-8")?.to_owned())
+    };
+    let pods = [
+        pod("web-1", "ambient"),
+        pod("web-2", "none"),
+        pod("web-3", ""),
+    ];
+    let items = [&pods[..], &[policy]].concat();
+    let all = write("all.json", json!({ "kind": "List", "items": items }))?;
+    let config = write(
+        "config.yaml",
+        json!({ "mesh": { "rules": { "captured": true } } }),
+    )?;
+    // By its label only; or also by the configuration.
+    for (more, named) in [
+        (vec![], "web-1"),
+        (vec!["--config", &*config], "web-1, web-3"),
+    ] {
+        let of = |output| {
+            let always = ["doctor", "--output", output, "--network-policies", &*all];
+            run_args(&agent, always.iter().chain(&more))
+        };
+        let patch = "kubectl patch networkpolicy web -n shop --type=json -p '[{\"op\":\"add\",\"path\":\"/spec/ingress/0/ports/-\"";
+        let pods = format!("of enrolled Pods: {named}\n");
+        of("text")?
+            .exits(0)?
+            .says(&["NetworkPolicy shop/web lets clients in", &pods, patch])?;
+        let rows = of("json")?.exits(0)?.json()?;
+        let rows = rows.as_array().context("an array")?;
+        let row = rows
+            .iter()
+            .find(|row| row["feature"] == "NetworkPolicy shop/web");
+        let row = row.context("the policy")?;
+        let remedy = row["remedy"].as_str().context("a remedy")?;
+        ensure!(
+            row["present"] == false && remedy.starts_with(patch),
+            "{row}"
+        );
+    }
+    let none = write("none.json", json!({ "items": pods }))?;
+    run_args(&agent, ["doctor", "--network-policies", &none])?
+        .exits(0)?
+        .says(&["No NetworkPolicy in"])?;
+    run_args(&agent, ["doctor", "--network-policies", "/nowhere"])?
+        .exits(1)?
+        .says(&["cannot read /nowhere"])
         .map(drop)
 }

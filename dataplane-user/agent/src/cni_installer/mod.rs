@@ -36,12 +36,16 @@ const QUIET: Duration = Duration::from_millis(50);
 
 /// The entry of the plug-in; `None` if nothing is captured, so that no pod has to wait.
 fn entry(settings: &Settings) -> Option<Value> {
-    let mesh = settings.mesh.as_ref()?;
-    Some(json!({
+    let never = settings.mesh.as_ref()?.never_captured();
+    let mut entry = json!({
         "type": PLUGIN,
         "socket": settings.listen.socket(),
-        "excludeNamespaces": mesh.excluded_namespaces(),
-    }))
+        "excludeNamespaces": never.namespaces,
+    });
+    if let Some(only) = never.all_except {
+        entry["onlyNamespaces"] = json!(only);
+    }
+    Some(entry)
 }
 
 /// The running thread.
@@ -178,5 +182,26 @@ impl Worker {
         }
         self.state.cni_problem(problem.as_deref());
         self.problem = problem;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_entry_says_whose_pods_are_never_captured() {
+        let said = |mesh: &str| {
+            let settings = Settings {
+                mesh: Some(serde_saphyr::from_str(mesh).unwrap()),
+                ..Settings::default()
+            };
+            let entry = entry(&settings).unwrap();
+            ["excludeNamespaces", "onlyNamespaces"].map(|key| entry.get(key).cloned())
+        };
+        assert_eq!(said("{}"), [Some(json!(["kube-system"])), None]);
+        let only =
+            "{enforced: {captured: false}, namespaces: [{name: shop, enforced: {captured: true}}]}";
+        assert_eq!(said(only)[1], Some(json!(["shop"])));
     }
 }

@@ -282,15 +282,20 @@ impl Mesh {
         let why = |text: &str| {
             Some(problem.map_or_else(|| text.to_owned(), |problem| problem.text.clone()))
         };
-        if let Some(problem) = problem.filter(|problem| problem.of_node || member.is_by_packets()) {
+        // If another proxy's socket cannot take packets, this is the workload's problem.
+        let by_another = member.is_by_packets() && self.options.foreign;
+        if let Some(problem) = problem.filter(|problem| problem.of_node || by_another) {
             return Some(problem.text.clone());
         }
-        if member.is_by_packets() {
-            return None;
-        }
         let number = self.enroller.numbers().find(|(of, _)| *of == name);
+        let number = number.map(|(_, number)| number);
+        if member.is_by_packets() {
+            return self
+                .lacks_packets(tables, member, number)
+                .and_then(|text| why(&text));
+        }
         let entry = match tables.enrolled(cookie) {
-            Ok(entry) => entry.filter(|entry| Some(entry.workload) == number.map(|(_, n)| n)),
+            Ok(entry) => entry.filter(|entry| Some(entry.workload) == number),
             Err(error) => return Some(error.to_string()),
         };
         let Some(entry) = entry else {

@@ -27,6 +27,10 @@ use self::protocol::{Call, Command, Failure, Pod, code};
 /// More than any configuration has, with a result.
 const MOST: u64 = 16 << 20;
 
+/// Which pods do not wait.
+const WITHOUT_AGENT: &str = "without an agent, only pods start whose namespace is in excludeNamespaces of the plug-in's entry in the \
+     network configuration, where the agent writes mesh.excludeNamespaces";
+
 /// Between two requests while no agent runs.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -158,6 +162,7 @@ fn until_captured(client: &Client, request: &Request, wait: Duration) -> Result<
             Ok(Answer::Done | Answer::NotCaptured) => return Ok(()),
             Ok(Answer::Waiting(why)) => why,
             Err(client::Error::Denied { socket }) => return Err(not_permitted(&socket)),
+            Err(error @ client::Error::NotRunning { .. }) => format!("{error}; {WITHOUT_AGENT}"),
             Err(error) => error.to_string(),
         };
         if Instant::now() >= until {
@@ -212,7 +217,9 @@ mod tests {
         let failed = until_captured(&client, &request(), PAUSE).unwrap_err();
         assert_eq!(failed.code, code::TRY_AGAIN);
         assert!(failed.msg.contains("shop/web"), "{failed:?}");
-        assert!(failed.details.contains("no agent listens"), "{failed:?}");
+        for words in ["no agent listens", "excludeNamespaces"] {
+            assert!(failed.details.contains(words), "{failed:?}");
+        }
         let waiting =
             thread::spawn(move || until_captured(&client, &request(), Duration::from_secs(20)));
         thread::sleep(3 * PAUSE);

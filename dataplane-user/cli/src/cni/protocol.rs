@@ -46,6 +46,8 @@ struct Entry {
     socket: PathBuf,
     #[serde(default)]
     exclude_namespaces: Vec<String>,
+    /// Pods of all other namespaces are never captured.
+    only_namespaces: Option<Vec<String>>,
     #[serde(default = "default_wait")]
     wait_seconds: u64,
     prev_result: Option<Box<RawValue>>,
@@ -199,7 +201,7 @@ impl Variables<'_> {
         let arg = |name| args.get(name).map(|value| (*value).to_owned());
         // Containers that are no pods have no rules.
         let named = arg("K8S_POD_NAMESPACE").zip(arg("K8S_POD_NAME"));
-        let named = named.filter(|(namespace, _)| !entry.exclude_namespaces.contains(namespace));
+        let named = named.filter(|(namespace, _)| entry.may_capture(namespace));
         Ok(named.map(|(namespace, name)| Pod {
             key,
             namespace,
@@ -212,6 +214,13 @@ impl Variables<'_> {
 }
 
 impl Entry {
+    /// Whether pods of a namespace may be captured. The runtime does not give a Pod's labels, by which it may be, so only the
+    /// configuration can rule it out.
+    fn may_capture(&self, namespace: &str) -> bool {
+        let has = |names: &[String]| names.iter().any(|name| name == namespace);
+        !has(&self.exclude_namespaces) && self.only_namespaces.as_deref().is_none_or(has)
+    }
+
     /// Returns the result of the plug-ins before ours.
     fn result(&self) -> Result<&str, Failure> {
         self.prev_result.as_deref().map(RawValue::get).ok_or_else(|| {
@@ -335,6 +344,25 @@ mod tests {
                 let is_none = matches!(command, Command::Add(None, _) | Command::Check(None));
                 assert!(is_none, "{args}: {command:?}");
             }
+        }
+    }
+
+    #[test]
+    fn pods_outside_of_the_only_namespaces_are_none_of_ours() {
+        let add = [("CNI_COMMAND", "ADD")];
+        for (only, is_ours) in [
+            (json!(["a"]), false),
+            (json!([]), false),
+            (json!(["a", "shop"]), true),
+        ] {
+            let mut input = entry();
+            input["onlyNamespaces"] = only.clone();
+            let command = call(&add, &input).unwrap().command;
+            assert_eq!(
+                matches!(command, Command::Add(Some(_), _)),
+                is_ours,
+                "{only}"
+            );
         }
     }
 

@@ -18,6 +18,7 @@ use kernel::{
     sockets::{own_elsewhere, pod_cgroups},
 };
 use serde::Serialize;
+use settings::{Mesh, Settings};
 use takeover::path;
 use terminal::{
     PathArgs,
@@ -35,12 +36,17 @@ pub struct DoctorArgs {
     output: Format,
 
     /// Also name the NetworkPolicies that keep tunnels (HBONE, port 15008) from enrolled Pods: of the objects in this file,
-    /// as `kubectl get networkpolicies,pods,namespaces -A -o json` prints them; `-` is standard input
+    /// as `kubectl get networkpolicies,pods,namespaces -A -o json` prints them; `-` is standard input. With --config, Pods that
+    /// the agent's configuration enrols count, too
     #[arg(long, value_name = "FILE")]
     network_policies: Option<PathBuf>,
 
     #[command(flatten)]
-    pub(super) paths: PathArgs,
+    paths: PathArgs,
+
+    /// The configuration file's `mesh:`.
+    #[arg(skip)]
+    mesh: Option<Box<Mesh>>,
 }
 
 /// The remedy if programs do not see sockets that they should see.
@@ -59,8 +65,14 @@ struct Row<'a> {
 }
 
 impl DoctorArgs {
+    pub(super) fn fill_from(&mut self, file: &Settings) {
+        self.paths.fill_from(file);
+        self.mesh = file.mesh.clone().map(Box::new);
+    }
+
     pub(super) fn run(self) -> anyhow::Result<ExitCode> {
-        let policies = self.network_policies.as_deref().map(tunnels::read);
+        let file = self.network_policies.as_deref();
+        let policies = file.map(|file| tunnels::read(file, self.mesh.as_deref()));
         let policies = policies.transpose()?.unwrap_or_default();
         let mut features = probe::features(&self.paths.or_guess());
         features.push(fast_path(&self.paths.bpffs()));

@@ -9,6 +9,7 @@ use std::{
 use anyhow::Context as _;
 use model::HBONE;
 use serde_json::Value;
+use settings::{Enrols, Mesh};
 use source::network_policies::{Blocking, blocking};
 
 /// The purpose of the port.
@@ -19,8 +20,8 @@ pub const WITHOUT: &str = "clients that tunnel connections cannot reach the Pods
 /// The largest number of Pods that a line names.
 const NAMED: usize = 5;
 
-/// Reads a list of objects, and returns the policies that keep tunnels out.
-pub fn read(file: &Path) -> anyhow::Result<Vec<Blocking>> {
+/// Reads a list of objects, and returns the policies that keep tunnels out. `mesh`: the configuration, which may enrol Pods.
+pub fn read(file: &Path, mesh: Option<&Mesh>) -> anyhow::Result<Vec<Blocking>> {
     let what = || format!("cannot read {}", file.display());
     let text = if file == Path::new("-") {
         let mut text = String::new();
@@ -30,7 +31,11 @@ pub fn read(file: &Path) -> anyhow::Result<Vec<Blocking>> {
         fs::read_to_string(file)
     };
     let list: Value = serde_json::from_str(&text.with_context(what)?).with_context(what)?;
-    blocking(&list)
+    let configured = |namespace: &str, pod: &str| {
+        let enrols = mesh.map_or_else(Enrols::default, |mesh| mesh.enrols(namespace, pod));
+        [enrols.enforced, enrols.without_label]
+    };
+    blocking(&list, &configured)
         .map_err(anyhow::Error::msg)
         .with_context(what)
 }

@@ -1,6 +1,6 @@
 //! The unit for systemd agrees with the agent.
 
-use settings::Listeners;
+use settings::{Listeners, MeshProbes};
 use terminal::exit;
 
 use super::*;
@@ -142,8 +142,14 @@ fn the_guards_unit_comes_before_the_kubelet() {
     assert_eq!(config, Path::new("/etc/dataplane/config.yaml"));
     assert_eq!(value("SuccessExitStatus"), exit::BUSY.to_string());
     let before: Vec<&str> = value("Before").split(' ').collect();
-    for kubelet in value("RequiredBy").split(' ') {
-        assert!(before.contains(&kubelet), "not before {kubelet}");
+    let required: Vec<&str> = value("RequiredBy").split(' ').collect();
+    for kubelet in &required {
+        assert!(before.contains(kubelet), "not before {kubelet}");
+    }
+    // Those whose probes the programs know, except Talos's, which is no unit.
+    for unit in MeshProbes::default().cgroups() {
+        let is_unit = unit.ends_with(".service");
+        assert!(!is_unit || required.contains(&&*unit), "{unit}");
     }
     assert!(before.contains(&"kubelet.service") && before.contains(&"dataplane.service"));
 }

@@ -94,6 +94,15 @@ impl CaptureTables {
         entry.doing(|| "cannot read table NAMESPACES".to_owned())
     }
 
+    /// Returns the entry of a workload's address, as the kernel has it now; `None` if there is none.
+    ///
+    /// # Errors
+    /// If the kernel does not let it be read.
+    pub fn local(&self, addr: Addr) -> Result<Option<Local>, Error> {
+        let entry = self.locals.hash.get(&addr);
+        entry.doing(|| "cannot read table LOCALS".to_owned())
+    }
+
     /// Returns the configuration that all captured workloads have in common.
     pub fn config(&self) -> CaptureConfig {
         self.config.get(0).unwrap_or_default()

@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    net::IpAddr,
     os::unix::fs::symlink,
     path::PathBuf,
     thread,
@@ -15,7 +16,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-use super::{World, pod};
+use super::{World, packets, pod};
 use crate::{
     cluster::{eventually, reaches},
     outcome::Outcome,
@@ -24,6 +25,7 @@ use crate::{
 scenarios! {
     Dataplane:
     the_first_connection_of_a_pod_is_captured,
+    a_pod_waits_until_its_packets_are_captured,
     a_pod_waits_for_the_agent_and_for_its_object,
     who_is_not_root_is_refused,
     the_agent_keeps_the_plugin_in_the_network_configuration,
@@ -195,6 +197,39 @@ fn the_first_connection_of_a_pod_is_captured() -> Result<()> {
         for command in ["STATUS", "VERSION"] {
             Call::new(command, "", &app).run(&world)?.exits(0)?;
         }
+    }
+    Ok(())
+}
+
+/// A pod that is captured by its packets, to which no interface of the node leads yet.
+fn a_pod_waits_until_its_packets_are_captured() -> Result<()> {
+    for (mode, reason) in [("kernel", Reason::Direct), ("proxy", Reason::Captured)] {
+        let mut world = packets::world()?;
+        let pods = write(&world, &["app"])?;
+        let (app, node) = (world.app().clone(), world.lab.node("node1").clone());
+        let routes = |command: &str| -> Result<()> {
+            let gateways = [IpAddr::from(app.gateway4()), app.gateway6().into()];
+            for (addr, gateway) in app.addresses().into_iter().zip(gateways) {
+                node.ip(&format!(
+                    "route {command} {addr} dev veth-app src {gateway}"
+                ))?;
+            }
+            Ok(())
+        };
+        routes("del")?;
+        let rules = json!({ "mode": mode, "capturedBy": "packets" });
+        world.agent_with(&json!({ "rules": rules }), &[pods])?;
+        let short = Call {
+            wait_seconds: 1,
+            ..Call::new("ADD", "c1", &app)
+        };
+        let said = short.run(&world)?.exits(1)?;
+        said.says(&["no interface of the node leads only to the pod's addresses"])?;
+        Call::new("CHECK", "c1", &app).run(&world)?.exits(1)?;
+        routes("add")?;
+        Call::new("ADD", "c1", &app).run(&world)?.exits(0)?;
+        captured(&world, &app, reason, 1)?;
+        Call::new("CHECK", "c1", &app).run(&world)?.exits(0)?;
     }
     Ok(())
 }

@@ -11,7 +11,11 @@ use std::{
 };
 
 use dataplane_common::capture::{Enrolled, FROM_CLIENT, Local};
-use kernel::{Kernel, capture::Namespace, interfaces::Interface};
+use kernel::{
+    Kernel,
+    capture::{CaptureTables, Namespace},
+    interfaces::Interface,
+};
 use model::WorkloadName;
 use plan::{
     Captured,
@@ -179,6 +183,36 @@ impl Mesh {
             failures.trouble = Some(error.to_string());
         }
         failures
+    }
+
+    /// Why the packets of a workload with this number do not go to its rules yet; `None` if they do, as the kernel says.
+    /// [`Mesh::capture_packets`] has listed the programs at its interfaces, and attached those that were missing.
+    pub(super) fn lacks_packets(
+        &self,
+        tables: &CaptureTables,
+        member: &Member,
+        number: Option<u32>,
+    ) -> Option<String> {
+        let name = &member.workload.name;
+        if !self.packets.ways.contains_key(name) {
+            return Some("no interface of the node leads only to the pod's addresses".to_owned());
+        }
+        for addr in &member.workload.addresses {
+            let entry = match tables.local((*addr).into()) {
+                Ok(entry) => entry.filter(|entry| Some(entry.workload) == number),
+                Err(error) => return Some(error.to_string()),
+            };
+            let Some(entry) = entry.filter(Local::is_by_packets) else {
+                return Some(format!(
+                    "table LOCALS does not have the pod's address {addr}"
+                ));
+            };
+            let is_proxied = entry.flags & Enrolled::PROXY != 0 && self.proxy.is_some();
+            if is_proxied && !self.packets.attached.contains_key(name) {
+                return Some("the agent's proxy does not listen for the pod's packets".to_owned());
+            }
+        }
+        None
     }
 
     /// Answers the DNS queries of these workloads, and of no others that are captured by their packets.
