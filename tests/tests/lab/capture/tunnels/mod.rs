@@ -18,7 +18,9 @@ use self::{
         auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
         auto_tunnels_only_what_speaks_hbone, no_flip_of_a_slice_sends_plaintext,
     },
-    same_node::two_workloads_of_a_node_need_no_tunnel_with_attest,
+    same_node::{
+        pods_of_a_node_need_no_annotation, two_workloads_of_a_node_need_no_tunnel_with_attest,
+    },
     sandwich::a_captured_waypoint_learns_the_client_by_a_proxy_header,
     waypoints::connections_to_a_service_go_to_its_waypoint,
 };
@@ -42,6 +44,7 @@ scenarios! {
     a_captured_waypoint_learns_the_client_by_a_proxy_header,
     no_flip_of_a_slice_sends_plaintext,
     two_workloads_of_a_node_need_no_tunnel_with_attest,
+    pods_of_a_node_need_no_annotation,
 }
 
 /// Plaintext that each request of `probe http` has.
@@ -306,7 +309,9 @@ fn status_names_pods_that_nothing_announces() -> Result<()> {
         eventually(|| {
             let status = world.agents[0].status()?;
             let status = String::from_utf8_lossy(&status.stdout).into_owned();
-            let is_named = status.contains("are in plaintext, such as to default/app,");
+            let words: Vec<&str> = status.split_whitespace().collect();
+            let named = "are in plaintext, such as to default/app,";
+            let is_named = words.join(" ").contains(named);
             ensure!(is_named == wanted, "{status}");
             Ok(())
         })
