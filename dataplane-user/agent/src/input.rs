@@ -15,6 +15,7 @@ use plan::{
     entries::Entries,
     routes::{Routes, Sources},
 };
+use settings::WithoutWaypoint;
 use source::{
     Admitted, Feed, Health, Notice, OpenError, Paced, Source, View, kubernetes, objects::NodeFacts,
 };
@@ -210,6 +211,7 @@ impl Input {
         if let Some(mesh) = mesh {
             self.snapshot.istio.denies = mesh.denies_unsupported();
             self.snapshot.istio.waypoints = mesh.identity.is_some();
+            self.snapshot.istio.passes = mesh.without_waypoint == Some(WithoutWaypoint::Pass);
             self.snapshot.istio.root = mesh.root_namespace().into();
         }
         self

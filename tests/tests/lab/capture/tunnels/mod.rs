@@ -22,7 +22,10 @@ use self::{
         pods_of_a_node_need_no_annotation, two_workloads_of_a_node_need_no_tunnel_with_attest,
     },
     sandwich::a_captured_waypoint_learns_the_client_by_a_proxy_header,
-    waypoints::connections_to_a_service_go_to_its_waypoint,
+    waypoints::{
+        a_waypoint_that_cannot_be_used_is_passed_only_by_the_operators_word,
+        connections_to_a_service_go_to_its_waypoint,
+    },
 };
 use super::pod_of;
 use crate::{
@@ -41,6 +44,7 @@ scenarios! {
     auto_tunnels_only_what_speaks_hbone,
     auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
     connections_to_a_service_go_to_its_waypoint,
+    a_waypoint_that_cannot_be_used_is_passed_only_by_the_operators_word,
     a_captured_waypoint_learns_the_client_by_a_proxy_header,
     no_flip_of_a_slice_sends_plaintext,
     two_workloads_of_a_node_need_no_tunnel_with_attest,
@@ -53,7 +57,7 @@ const HBONE: u16 = 15008;
 
 /// A client `app` on node1; `far` on node2, which speaks HBONE, and `plain`, which does not.
 struct World {
-    rules: Value,
+    mesh: Value,
     agents: Vec<Agent>,
     manifests: Manifests,
     _servers: Vec<Process>,
@@ -82,6 +86,11 @@ impl World {
 
     /// As [`World::new`], with these rules for all workloads.
     fn with(authorities: [&str; 2], rules: Value) -> Result<Self> {
+        Self::with_mesh(authorities, json!({ "rules": rules }))
+    }
+
+    /// As [`World::new`], with these settings of the mesh.
+    fn with_mesh(authorities: [&str; 2], mesh: Value) -> Result<Self> {
         let lab = Lab::builder()
             .node("node1")
             .node("node2")
@@ -93,7 +102,7 @@ impl World {
         let servers = servers.into_iter().collect::<Result<_>>()?;
         let manifests = Manifests::new(&[])?;
         let mut world = Self {
-            rules,
+            mesh,
             agents: Vec::new(),
             manifests,
             _servers: servers,
@@ -131,10 +140,8 @@ impl World {
 
     fn agent(&self, node: &str, authority: &str) -> Result<Agent> {
         let directory = self.state.path().join(authority);
-        let mesh = json!({
-            "identity": { "source": { "ca": { "directory": directory } } },
-            "rules": self.rules,
-        });
+        let mut mesh = self.mesh.clone();
+        mesh["identity"] = json!({ "source": { "ca": { "directory": directory } } });
         let builder = self.lab.agent(node).in_the_nodes_cgroup().sockets_only();
         let builder = builder.manifests(self.manifests.path());
         let mut agent = builder.args(["--mesh", &mesh.to_string()]).prepare()?;

@@ -116,3 +116,42 @@ pub fn connections_to_a_service_go_to_its_waypoint() -> Result<()> {
     }
     Ok(())
 }
+
+/// Past the waypoint, connections go through tunnels to endpoints that speak HBONE.
+pub fn a_waypoint_that_cannot_be_used_is_passed_only_by_the_operators_word() -> Result<()> {
+    for (word, said) in [
+        (
+            "refuse",
+            "the proxy refuses connections to what has a waypoint",
+        ),
+        (
+            "pass",
+            "mesh.withoutWaypoint is pass, so connections go past waypoints",
+        ),
+    ] {
+        let mesh = json!({ "rules": { "mode": "auto" }, "withoutWaypoint": word });
+        let world = World::with_mesh(["ca", "ca"], mesh)?;
+        world.write(true, &objects("gate", &[]))?;
+        eventually(|| {
+            let status = world.agents[0].status()?;
+            let status = String::from_utf8_lossy(&status.stdout).into_owned();
+            let words: Vec<&str> = status.split_whitespace().collect();
+            ensure!(words.join(" ").contains(said), "{status}");
+            Ok(())
+        })?;
+        for (to, name, is_tunnelled) in [(VIP, "far", true), ("10.96.0.11:80", "plain", false)] {
+            let taps = world.taps()?;
+            let report = ask(world.app(), to, "http")?;
+            ensure!(
+                (report.answered > 0) == (word == "pass"),
+                "{word} {to}: {report:?}"
+            );
+            let is_there = report.endpoints.contains_key(name);
+            ensure!(is_there == (word == "pass"), "{word} {to}: {report:?}");
+            if is_tunnelled {
+                world.only_tunnels(&taps)?;
+            }
+        }
+    }
+    Ok(())
+}
