@@ -24,6 +24,7 @@ use self::{
     sandwich::a_captured_waypoint_learns_the_client_by_a_proxy_header,
     waypoints::{
         a_waypoint_that_cannot_be_used_is_passed_only_by_the_operators_word,
+        an_entry_accepts_further_identities_of_its_endpoints,
         connections_to_a_service_go_to_its_waypoint,
     },
 };
@@ -45,6 +46,7 @@ scenarios! {
     auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
     connections_to_a_service_go_to_its_waypoint,
     a_waypoint_that_cannot_be_used_is_passed_only_by_the_operators_word,
+    an_entry_accepts_further_identities_of_its_endpoints,
     a_captured_waypoint_learns_the_client_by_a_proxy_header,
     no_flip_of_a_slice_sends_plaintext,
     two_workloads_of_a_node_need_no_tunnel_with_attest,
