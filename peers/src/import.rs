@@ -171,6 +171,7 @@ fn service(index: usize, draw: &Draw, node: &Node) -> Service {
         external_policy: policy(draw.external_local),
         health_check_node_port: checked.then_some(u16::try_from(31_000 + index).unwrap()),
         aside: Vec::new(),
+        identities: Box::default(),
         records: Records::ClusterIps,
         ports: ports.collect::<SmallVec<_>>(),
     }

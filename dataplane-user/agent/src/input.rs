@@ -9,19 +9,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-use model::{Node, Problem, Protocol, Snapshot, VipPort};
+use imbl::OrdMap;
+use model::{Node, Problem, Protocol, Snapshot, VipPort, Workload, WorkloadName};
 use plan::{
     entries::Entries,
     routes::{Routes, Sources},
 };
+use settings::WithoutWaypoint;
 use source::{
-    Admitted, ExternalIps, Feed, Health, Notice, OpenError, Paced, Source, View, kubernetes,
-    objects::NodeFacts,
+    Admitted, Feed, Health, Notice, OpenError, Paced, Source, View, kubernetes, objects::NodeFacts,
 };
 use tracing::{info, warn};
 
 use super::{
-    kept_addresses::KeptAddresses, lookups::Lookups, node, problems, remembered::Remembered,
+    accepting::Accepting, kept_addresses::KeptAddresses, lookups::Lookups, node, problems,
+    remembered::Remembered,
 };
 
 /// Why a source cannot be read on this node.
@@ -91,6 +93,9 @@ pub struct Input {
     /// The problems of the last view.
     problems: Arc<[Problem]>,
     admitted: Admitted,
+    /// The workloads of the last view.
+    workloads: OrdMap<WorkloadName, Arc<Workload>>,
+    accepting: Accepting,
     entries: Entries,
     /// The routes and grants of the last view, for the snapshot.
     routes: Routes,
@@ -179,8 +184,10 @@ impl Input {
             behind_since: None,
             unread: imbl::OrdSet::new(),
             problems: Arc::default(),
-            admitted: Admitted::new(external_ips(settings))
+            admitted: Admitted::new(node::external_ips(settings))
                 .with_reserved_ports(settings.reserved_ports.clone()),
+            workloads: OrdMap::new(),
+            accepting: Accepting::default(),
             entries,
             routes: Routes::default(),
             remembered,
@@ -190,7 +197,7 @@ impl Input {
         };
         if let Some(view) = input.feed.take() {
             input.snapshot.node =
-                Arc::new(input.node(view.node.as_ref()).map_err(InputError::Node)?);
+                Arc::new(node::of(settings, view.node.as_ref()).map_err(InputError::Node)?);
             input.put(view);
         }
         Ok(input)
@@ -204,6 +211,7 @@ impl Input {
         if let Some(mesh) = mesh {
             self.snapshot.istio.denies = mesh.denies_unsupported();
             self.snapshot.istio.waypoints = mesh.identity.is_some();
+            self.snapshot.istio.passes = mesh.without_waypoint == Some(WithoutWaypoint::Pass);
             self.snapshot.istio.root = mesh.root_namespace().into();
         }
         self
@@ -256,7 +264,7 @@ impl Input {
             return Some(Update { since: learnt });
         };
         if self.facts != view.node || !self.known {
-            match self.node(view.node.as_ref()) {
+            match node::of(&self.settings, view.node.as_ref()) {
                 Ok(mut node) => {
                     let known = &self.snapshot.node;
                     self.kept.keep(&mut node, known, Instant::now());
@@ -268,6 +276,16 @@ impl Input {
             }
         }
         Some(self.put(view))
+    }
+
+    /// Sets the Pods of this node to which the agent's proxy accepts tunnels. Returns whether they have changed.
+    pub(crate) fn accept(&mut self, accepting: Accepting) -> bool {
+        let others = self.accepting != accepting;
+        if others {
+            self.snapshot.workloads = accepting.mark(&self.workloads);
+            self.accepting = accepting;
+        }
+        others
     }
 
     /// Whether changes of the last view wait for the next [`Input::take`], which is to come soon.
@@ -304,7 +322,7 @@ impl Input {
     }
 
     fn look_at_node(&mut self) -> bool {
-        match self.node(self.facts.as_ref()) {
+        match node::of(&self.settings, self.facts.as_ref()) {
             Ok(mut node) => {
                 let known = &self.snapshot.node;
                 self.kept.keep(&mut node, known, Instant::now());
@@ -333,10 +351,6 @@ impl Input {
                 false
             }
         }
-    }
-
-    fn node(&self, facts: Option<&NodeFacts>) -> io::Result<Node> {
-        node::of(&self.settings, facts)
     }
 
     /// Whether the node has cluster IPs on its interfaces: then its listening sockets matter.
@@ -380,7 +394,8 @@ impl Input {
         self.snapshot.istio.gateways = view.istio.gateways;
         self.snapshot.istio.classes = view.istio.classes;
         self.snapshot.istio.unread = view.istio.unread;
-        self.snapshot.workloads = view.workloads;
+        self.snapshot.workloads = self.accepting.mark(&view.workloads);
+        self.workloads = view.workloads;
         self.snapshot.pods = view.pods;
         self.snapshot.whole = view.whole;
         self.unread = view.unread;
@@ -482,13 +497,4 @@ impl Input {
         problems::log(&problems, &self.snapshot.problems);
         self.snapshot.problems = problems;
     }
-}
-
-/// The external IPs that the operator admits.
-fn external_ips(settings: &settings::Node) -> ExternalIps {
-    let said = &settings.external_ips;
-    if said.is_empty() {
-        return ExternalIps::Any;
-    }
-    ExternalIps::Within(said.iter().filter_map(|ips| ips.0).collect())
 }

@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+mod accepting;
 pub mod addresses;
 mod astray;
 mod attacher;
@@ -44,6 +45,7 @@ use std::{
     time::Duration,
 };
 
+use accepting::Accepting;
 pub use input::{Input, InputError, snapshot_of, source};
 use kernel::{ServiceTables, opener};
 pub use mesh::{namespace_with, options as mesh_options};
@@ -138,6 +140,8 @@ enum Event {
     Changed,
     /// The node's addresses may have changed.
     Addresses,
+    /// The agent's proxy accepts tunnels to these Pods.
+    Accepting(Accepting),
     /// Another agent asks to take this agent's place.
     Replace(UnixStream),
     /// Another agent has our place and our sockets.

@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, fs, io, net::IpAddr};
 
 use model::{Ephemeral, Node};
-use source::objects::NodeFacts;
+use source::{ExternalIps, objects::NodeFacts};
 
 use super::addresses;
 
@@ -62,4 +62,13 @@ pub fn ephemeral_ports() -> io::Result<Ephemeral> {
             range.trim()
         ))
     })
+}
+
+/// The external IPs that the operator admits.
+pub fn external_ips(settings: &settings::Node) -> ExternalIps {
+    let said = &settings.external_ips;
+    if said.is_empty() {
+        return ExternalIps::Any;
+    }
+    ExternalIps::Within(said.iter().filter_map(|ips| ips.0).collect())
 }

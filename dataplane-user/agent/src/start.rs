@@ -203,6 +203,7 @@ impl<'a> Wanted<'a> {
                 let sockets = std::mem::take(&mut given.sockets);
                 let mesh = Mesh::start(settings, capture, cgroup, sockets, None, &deaths(events));
                 early = Some(mesh.map(|mut mesh| {
+                    input.accept(mesh.accepting().clone());
                     mesh.listen_early(capture, input.snapshot());
                     mesh
                 }));
@@ -227,6 +228,7 @@ impl<'a> Wanted<'a> {
             mesh => mesh,
         };
         if let Some(mesh) = &mut mesh {
+            input.accept(mesh.accepting().clone());
             mesh.annotate_by(self.announcer(&input.snapshot().node.name, events)?);
         }
         Ok((kernel, mesh))

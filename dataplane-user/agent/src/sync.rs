@@ -194,6 +194,11 @@ impl Sync {
                         self.sync(None)?;
                     }
                 }
+                Ok(Event::Accepting(pods)) => {
+                    if self.input.accept(pods) && self.input.is_known() {
+                        self.sync(None)?;
+                    }
+                }
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::Waiter(std::io::Error::other("its thread is gone")));
                 }
@@ -344,7 +349,11 @@ impl Sync {
                     self.attacher.send(Job::Served(served));
                 } else {
                     let first = self.attacher.ask(|answer| Job::First(served, answer));
-                    first.map_err(|_| Self::died())?;
+                    let accepting = first.map_err(|_| Self::died())?;
+                    // Before programs serve by tables that do not say which Pods speak HBONE.
+                    if self.input.accept(accepting) {
+                        return self.sync_once(since);
+                    }
                 }
                 let changes = plan.writes.len();
                 self.state.synced(changes, thinking, writing);

@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
 use smallvec::SmallVec;
 
-use super::{EndpointName, EntryName, Hints, Preference, Protocol};
+use super::{EndpointName, EntryName, Hints, Identity, Preference, Protocol};
 
 /// A ServiceEntry with its endpoints.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,6 +28,8 @@ pub struct Entry {
     pub location: Location,
     /// `spec.exportTo`.
     pub export_to: ExportTo,
+    /// The identities in `spec.subjectAltNames`.
+    pub identities: Box<[Identity]>,
     /// `spec.ports`.
     pub ports: SmallVec<[EntryPort; 1]>,
     /// `spec.endpoints`, or those that `spec.workloadSelector` selects; none with [`EntryResolution::Hosts`].

@@ -12,6 +12,10 @@ use super::{
 
 /// All objects of Istio that limit connections, and the operator's settings for them.
 #[derive(Clone, Debug, Default)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "the operator's settings are independent"
+)]
 pub struct Istio {
     /// The objects of each namespace that has some.
     pub namespaces: OrdMap<Arc<str>, Arc<IstioNamespace>>,
@@ -21,6 +25,8 @@ pub struct Istio {
     pub classes: OrdMap<Box<str>, Binding>,
     /// Whether the agent's proxy sends the connections of workloads with identities to waypoints.
     pub waypoints: bool,
+    /// `mesh.withoutWaypoint: pass`: connections go past waypoints that cannot be used.
+    pub passes: bool,
     /// Whether a kind of policy cannot be read, or has not been read yet, although policies are wanted.
     pub unread: bool,
     /// `mesh.unsupported: deny`: the connections are refused.

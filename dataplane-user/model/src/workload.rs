@@ -45,8 +45,10 @@ pub struct Workload {
     pub network: Arc<str>,
     /// The service account whose identity the workload has. Empty: the workload has no identity.
     pub account: Arc<str>,
-    /// Whether it accepts HBONE connections.
+    /// Whether it accepts HBONE connections, as far as the agent knows.
     pub speaks_hbone: bool,
+    /// Whether its labels or annotations say so, which clients on all nodes read.
+    pub announces_hbone: bool,
     /// The waypoint that its labels name; `None`: the one that its namespace names.
     pub waypoint: Option<UseWaypoint>,
     /// Its names in metrics and logs.
@@ -76,6 +78,7 @@ impl Workload {
             network: Arc::clone(&nothing),
             account: nothing,
             speaks_hbone: false,
+            announces_hbone: false,
             waypoint: None,
             telemetry: Telemetry::new(name.name(), None),
             labels: Box::default(),

@@ -53,7 +53,7 @@ pub struct Session {
     /// The endpoint of the last attempt; the destination before the first one.
     endpoint: SocketAddr,
     /// The service's port, if the destination is one.
-    target: Option<Arc<Target>>,
+    pub(super) target: Option<Arc<Target>>,
     /// The waypoint to which the connection goes.
     pub(super) via: Option<Box<Via>>,
     /// The inbound session of the same connection, if it arrives at a workload of this node without a tunnel.

@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, sync::Arc};
 
-use model::{HBONE, ServiceName};
+use model::{HBONE, Identity, ServiceName};
 
 use super::{
     direction::Direction,
@@ -57,6 +57,15 @@ impl Session {
             authority,
             is_bound: true,
         }));
+    }
+
+    /// Returns the identities that the chosen endpoint may have besides that of its workload: those of the service. A waypoint has
+    /// its own only.
+    pub fn further_identities(&self) -> &[Identity] {
+        match &self.target {
+            Some(target) if self.via.is_none() => &target.service.identities,
+            _ => &[],
+        }
     }
 
     /// Returns the address of the last attempt, for the access log.

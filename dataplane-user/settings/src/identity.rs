@@ -96,6 +96,44 @@ pub struct TrustedRoots {
     pub files: Vec<PathBuf>,
 }
 
+/// The proxy's treatment of connections whose waypoint cannot be used: the Gateway does not exist, has no address, or does not allow
+/// the namespace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum WithoutWaypoint {
+    /// They are refused.
+    Refuse,
+    /// They go past the waypoint, to the endpoints, so the rules of the waypoint do not hold.
+    Pass,
+}
+
+/// Returns the faults of keys of the mesh that have no effect without identities. `attests`, `passes`: whether the keys have these
+/// values.
+pub fn faults_without_identity(attests: bool, passes: bool) -> Vec<(String, String)> {
+    let keys = [
+        (
+            "sameNode",
+            "attest",
+            attests,
+            "workloads have no identities",
+        ),
+        (
+            "withoutWaypoint",
+            "pass",
+            passes,
+            "no connection goes to a waypoint",
+        ),
+    ];
+    let wrong = keys.into_iter().filter(|(.., is_set, _)| *is_set);
+    let faults = wrong.map(|(key, value, _, why)| {
+        let text = format!(
+            "{value} has no effect without mesh.identity: {why}; set mesh.identity, or remove the key"
+        );
+        (format!("mesh.{key}"), text)
+    });
+    faults.collect()
+}
+
 fn lifetime(given: Option<Timeout>) -> Duration {
     given.map_or(LIFETIME, |time| Duration::from_secs(time.seconds().into()))
 }

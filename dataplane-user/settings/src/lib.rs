@@ -33,7 +33,7 @@ pub use dns::{Dns, DnsCapture, DnsDestinations};
 pub use enrolled::{Enrols, NeverCaptured};
 pub use faults::faults;
 pub use flow_timeouts::FlowTimeouts;
-pub use identity::{IdentitySource, IstioCa, LocalCa, MeshIdentity, TrustedRoots};
+pub use identity::{IdentitySource, IstioCa, LocalCa, MeshIdentity, TrustedRoots, WithoutWaypoint};
 pub use kernel::{DEFAULT_BPFFS, Kernel, Limits};
 pub use listen::{Listen, Listeners, MetricsAuth};
 pub use mesh::{Mesh, MeshNamespace, MeshRules, MeshWorkload, SameNode, Unsupported};

@@ -11,7 +11,10 @@ use model::{
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{MeshIdentity, MeshProbes, MeshProxy, Range, is_default};
+use super::{
+    MeshIdentity, MeshProbes, MeshProxy, Range, WithoutWaypoint, identity::faults_without_identity,
+    is_default,
+};
 
 /// The workloads whose TCP connections go to a proxy, and their rules.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -31,6 +34,9 @@ pub struct Mesh {
     /// tunnel.
     #[serde(skip_serializing_if = "is_default")]
     pub same_node: Option<SameNode>,
+    /// The proxy's treatment of connections whose waypoint cannot be used. Needs `identity`. Default: refuse.
+    #[serde(skip_serializing_if = "is_default")]
+    pub without_waypoint: Option<WithoutWaypoint>,
     /// Whether connections are refused in network namespaces that the agent does not know.
     /// Default: false.
     #[serde(skip_serializing_if = "is_default")]
@@ -356,20 +362,17 @@ impl Mesh {
         }
     }
 
-    fn fault_of_same_node(&self) -> Option<(String, String)> {
-        let text = "attest has no effect without mesh.identity: workloads have no identities; set mesh.identity, or remove the key";
-        (self.same_node == Some(SameNode::Attest) && self.identity.is_none())
-            .then(|| ("mesh.sameNode".into(), text.into()))
-    }
-
     /// Returns keys with their faults: values that the types allow and that cannot work.
     pub fn faults(&self) -> Vec<(String, String)> {
         let mut faults = Vec::new();
         self.probes.faults(&mut faults);
-        if let Some(identity) = &self.identity {
-            identity.faults(self.proxy.uid.is_some(), &mut faults);
+        match &self.identity {
+            Some(identity) => identity.faults(self.proxy.uid.is_some(), &mut faults),
+            None => faults.extend(faults_without_identity(
+                self.same_node == Some(SameNode::Attest),
+                self.without_waypoint == Some(WithoutWaypoint::Pass),
+            )),
         }
-        faults.extend(self.fault_of_same_node());
         self.rules.faults("mesh.rules", &mut faults);
         self.enforced.faults("mesh.enforced", &mut faults);
         for (index, name) in self.exclude_namespaces.iter().flatten().enumerate() {

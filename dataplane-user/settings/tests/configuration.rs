@@ -54,7 +54,7 @@ source:
   manifests: [a]
   kubernetes: {kubeConfig: b}
 dns: {ttlSeconds: 3601, cacheBytes: 1000, staleSeconds: 700000, serviceEntryTtlSeconds: 4000}
-mesh: {rootNamespace: \"\", unsupported: deny, proxy: {uid: 1337}, excludeNamespaces: [\"\"], sameNode: attest}
+mesh: {rootNamespace: \"\", unsupported: deny, proxy: {uid: 1337}, excludeNamespaces: [\"\"], sameNode: attest, withoutWaypoint: pass}
 cni: {confDir: net.d}
 ";
     let said = parse(faulty).unwrap_err();
@@ -84,6 +84,7 @@ cni: {confDir: net.d}
         "18:40: mesh.unsupported: deny has no effect: mesh.proxy.uid names another proxy",
         "18:86: mesh.excludeNamespaces[0]: empty; expected a namespace's name",
         "18:101: mesh.sameNode: attest has no effect without mesh.identity",
+        "18:126: mesh.withoutWaypoint: pass has no effect without mesh.identity",
         "19:16: cni.confDir: net.d is relative; expected an absolute path",
     ];
     let lines: Vec<&str> = said.lines().collect();

@@ -33,6 +33,7 @@ use tracing::{debug, error, info, warn};
 
 use super::{
     Event, RETRY,
+    accepting::Accepting,
     addresses::NodeAddresses,
     deaths,
     due::Due,
@@ -59,8 +60,9 @@ pub enum Job {
     Rules,
     /// The tables of services are in line with this snapshot.
     Served(Snapshot),
-    /// As [`Job::Served`], for the first time: the answer comes when capture is in line, too.
-    First(Snapshot, SyncSender<()>),
+    /// As [`Job::Served`], for the first time: the answer comes when capture is in line, too. It has the Pods to which the agent's
+    /// proxy accepts tunnels.
+    First(Snapshot, SyncSender<Accepting>),
     /// A walk over all flows, which began at this moment, has found none on the path through the stack.
     NoneThrough(Instant),
     /// The tables and programs of another layout can be removed.
@@ -123,6 +125,10 @@ impl Attacher {
             state: means.state,
             health: means.health,
             packet: means.packet,
+            accepting: means
+                .mesh
+                .as_ref()
+                .map_or_else(Accepting::default, |mesh| mesh.accepting().clone()),
             mesh: means.mesh,
             before: means.before,
             turn: means.turn,
@@ -181,6 +187,8 @@ struct Worker {
     /// Past the stack, or through it.
     path: Path,
     mesh: Option<Mesh>,
+    /// The Pods that the agent was last notified of.
+    accepting: Accepting,
     before: Option<UnixStream>,
     turn: Option<Turn>,
     offers: Offers,
@@ -315,7 +323,7 @@ impl Worker {
                 self.snapshot = Some(snapshot);
                 self.capture();
                 // Fails only if the agent ends.
-                let _ = answer.send(());
+                let _ = answer.send(self.accepting.clone());
             }
             Job::ReplaceOtherLayouts(answer) => _ = answer.send(self.replace_other_layouts()),
             Job::Replace(stream) => {
@@ -392,6 +400,11 @@ impl Worker {
                 self.state.capture_failed(error.to_string());
             }
         }
+        if self.accepting != *mesh.accepting() {
+            self.accepting.clone_from(mesh.accepting());
+            // Fails only if the agent ends.
+            let _ = self.events.send(Event::Accepting(self.accepting.clone()));
+        }
         self.capture.done(start, mesh.patience());
         let worked = processor_time().saturating_sub(worked);
         self.capture.rest_once(worked);
@@ -405,7 +418,7 @@ fn give_up(todo: &Receiver<Job>) {
         match job {
             Job::Stop => return,
             // These fail only if the agent has ended.
-            Job::First(_, answer) => _ = answer.send(()),
+            Job::First(_, answer) => _ = answer.send(Accepting::default()),
             Job::ReplaceOtherLayouts(answer) => _ = answer.send(Ok(())),
             Job::Network
             | Job::Policies

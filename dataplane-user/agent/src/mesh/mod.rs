@@ -66,6 +66,7 @@ use self::{
     problems::Problems,
 };
 pub use self::{places::namespace_with, published::Published, settle::Settled};
+use crate::accepting::Accepting;
 
 /// How long the connections of a workload may go on that is still there and no longer captured: without a limit.
 /// (Clocks can still represent this time.)
@@ -168,6 +169,8 @@ pub struct Mesh {
     dns: Option<Dns>,
     /// Writes on Pods that they are captured; `None` if the configuration does not ask for it.
     announcer: Option<Announcer>,
+    /// The Pods to which the agent's proxy accepts tunnels.
+    accepting: Accepting,
     /// The snapshots that both use.
     published: Published,
     /// The configuration's rules of capture.
@@ -262,6 +265,7 @@ impl Mesh {
         );
         let unseen = proxy.as_ref().and_then(|_| attach::unseen(cgroup));
         let held = capture.held();
+        let accepting = encryption.as_ref().map(|_| Accepting::after(held));
         let directory = settings.listen.socket().parent();
         let directory = directory.unwrap_or(Path::new("/"));
         Ok(Self {
@@ -270,6 +274,7 @@ impl Mesh {
             encryption,
             dns,
             announcer: None,
+            accepting: accepting.unwrap_or_default(),
             published,
             said: MeshStatements {
                 without_mesh: settings.mesh.is_none(),
@@ -325,6 +330,12 @@ impl Mesh {
             let here = members.iter().map(|member| &*member.workload);
             encryption.want(here.filter(|workload| workload.place == Place::Address));
         }
+    }
+
+    /// The Pods of this node to which the agent's proxy accepts tunnels: the snapshots of [`Mesh::settle`] have to say that they speak
+    /// HBONE.
+    pub fn accepting(&self) -> &Accepting {
+        &self.accepting
     }
 
     /// Publishes snapshots to the proxy and to the DNS server.

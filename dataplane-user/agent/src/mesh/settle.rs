@@ -74,11 +74,11 @@ struct View<'a> {
 
 /// The result of one run before it is written and reported. Each phase adds to it.
 #[derive(Default)]
-struct Draft {
+pub(super) struct Draft {
     wanted: Captured,
-    problems: Problems,
+    pub(super) problems: Problems,
     /// As [`Settled::trouble`].
-    trouble: Option<String>,
+    pub(super) trouble: Option<String>,
     /// As [`Settled::left_out`].
     left_out: Vec<String>,
     /// The workloads whose policies the kernel enforces.
@@ -139,11 +139,11 @@ impl Mesh {
         self.cni.retain(|cookie| view.found.may_exist(cookie));
         let (tables, problems) = (kernel.capture().tables(), &draft.problems);
         self.answer_cni(tables, snapshot, &members, problems, view.waits);
+        let held = kernel.capture().held();
+        let verified = self.verify(held, &members, &placed, &draft, view.waits);
+        self.accept(&members, &verified);
         if !view.waits {
-            let held = kernel.capture().held();
-            let is_unsure = draft.trouble.is_some();
-            let failed = self.annotate(held, &members, &placed, &draft.problems, is_unsure);
-            draft.left_out.extend(failed);
+            draft.left_out.extend(self.annotate(verified));
             draft.left_out.extend(self.untold(&placed));
         }
         let mut flags = placed.enrolled.iter().map(|(_, _, flags)| flags);

@@ -406,6 +406,7 @@ fn entry(
     let host = |name: &&str| Host::new((*name).into());
     Entry {
         preference: [None; 2],
+        identities: Box::default(),
         name: EntryName::new(namespace, name),
         created,
         hosts: hosts.iter().map(host).collect(),

@@ -417,6 +417,7 @@ impl ServiceDraft {
             external_policy: self.external_policy.unwrap_or_default(),
             health_check_node_port: self.health_check_node_port,
             aside: Vec::new(),
+            identities: Box::default(),
             records: Records::ClusterIps,
             ports,
         }

@@ -12,7 +12,9 @@ pub use self::{
     claim::Claim,
     split::{Part, Shares, Split},
 };
-use super::{Hints, Named, NamedProtocol, Protocol, Reach, Records, ServiceName, Weights};
+use super::{
+    Hints, Identity, Named, NamedProtocol, Protocol, Reach, Records, ServiceName, Weights,
+};
 
 /// `spec.type`, or where else it comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,6 +79,8 @@ pub struct Service {
     pub health_check_node_port: Option<u16>,
     /// Ports at its cluster IPs and external IPs that are this node's own, and so are not served here.
     pub aside: Vec<VipPort>,
+    /// Identities that its endpoints may have, besides those of their workloads: of a ServiceEntry.
+    pub identities: Box<[Identity]>,
     /// Its ports.
     pub ports: SmallVec<[ServicePort; 1]>,
     /// Where its name leads.
@@ -198,6 +202,7 @@ impl Service {
             external_policy: TrafficPolicy::Cluster,
             health_check_node_port: None,
             aside: Vec::new(),
+            identities: Box::default(),
             ports: SmallVec::new(),
             records: Records::ClusterIps,
         }

@@ -11,7 +11,7 @@ use super::{
 };
 
 /// Returns a text for each namespace whose labels name waypoints through which no connection can go, so that the proxy refuses the
-/// connections: first the namespaces of captured workloads. `foreign`: whether the proxy is not the agent's.
+/// connections, or makes them go past the waypoint: first the namespaces of captured workloads. `foreign`: whether the proxy is not the agent's.
 pub fn unusable_waypoints(snapshot: &Snapshot, members: &[Member], foreign: bool) -> Vec<String> {
     let members = members.iter();
     let sent = members
@@ -22,11 +22,12 @@ pub fn unusable_waypoints(snapshot: &Snapshot, members: &[Member], foreign: bool
     }
     let workloads = snapshot.workloads.values().map(|of| &**of);
     let found = snapshot.istio.unusable_waypoints(workloads, NAMED[0] + 1);
-    let texts = named(found, &own, "; ").map(|(_, lines)| {
-        format!(
-            "the proxy refuses connections to what has a waypoint (istio.io/use-waypoint) that cannot be used: {lines}"
-        )
-    });
+    let effect = if snapshot.istio.passes {
+        "mesh.withoutWaypoint is pass, so connections go past waypoints (istio.io/use-waypoint) that cannot be used"
+    } else {
+        "the proxy refuses connections to what has a waypoint (istio.io/use-waypoint) that cannot be used"
+    };
+    let texts = named(found, &own, "; ").map(|(_, lines)| format!("{effect}: {lines}"));
     texts.collect()
 }
 
@@ -102,6 +103,15 @@ mod tests {
         assert_eq!(lines.len(), NAMED[0] + 1, "{}", texts[1]);
         assert!(lines[0].contains("which namespace aaa names") && lines[5] == "others");
         assert!(texts[2].contains("far/gate000, which a Pod of namespace ns000 names"));
+        snapshot.istio.passes = true;
+        let passed = unusable_waypoints(&snapshot, &members, false);
+        let past = "connections go past waypoints (istio.io/use-waypoint) that cannot be used: ";
+        assert!(
+            passed[0].ends_with(&format!("{past}{first}")),
+            "{}",
+            passed[0]
+        );
+        assert!(texts[0].starts_with("the proxy refuses connections"));
         // A usable one is not named.
         let gateway = Gateway {
             for_services: false,

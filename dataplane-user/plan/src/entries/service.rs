@@ -69,6 +69,7 @@ fn service(entry: &Entry, only: Option<usize>) -> Service {
         created: entry.created,
         cluster_ips: given,
         external_ips: others,
+        identities: entry.identities.clone(),
         ports: entry
             .ports
             .iter()

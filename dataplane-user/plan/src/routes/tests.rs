@@ -49,6 +49,7 @@ fn entry(namespace: usize, name: &str, host: &str, export_to: ExportTo) -> Entry
             target: None,
         }],
         preference: [None; 2],
+        identities: Box::default(),
         backends: vec![Backend {
             hints: model::Hints::default(),
             at: At::Address(Ipv4Addr::new(203, 0, 113, 1).into()),

@@ -167,6 +167,7 @@ pub fn service() -> impl Strategy<Value = Service> {
                     internal_policy,
                     external_policy,
                     health_check_node_port: None,
+                    identities: Box::default(),
                     aside: Vec::new(),
                     records: Records::ClusterIps,
                     ports: ports.into(),

@@ -88,6 +88,7 @@ fn entry() -> impl Strategy<Value = Entry> {
                 },
                 ports: ports.into_iter().map(port).collect(),
                 preference: [None; 2],
+                identities: Box::default(),
             },
         )
 }

@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 /// A service's port, as one of the service's addresses reaches it.
 #[derive(Debug)]
 pub struct Target {
-    pub(super) service: Arc<Service>,
+    pub(crate) service: Arc<Service>,
     port: usize,
     policy: TrafficPolicy,
     claim: Claim,

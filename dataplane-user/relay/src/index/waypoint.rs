@@ -37,7 +37,7 @@ impl Index {
     }
 
     /// Returns the Gateway to whose waypoint a workload's connection goes, and the waypoint's address. `None`: the connection
-    /// goes to no waypoint. The error names the Gateway, and says why the proxy refuses the connection.
+    /// goes to no waypoint, or past one that cannot be used. The error names the Gateway, and says why the proxy refuses the connection.
     pub fn waypoint(
         &self,
         own: &Workload,
@@ -99,10 +99,14 @@ impl Index {
         if !self.sends_to_waypoints(own) {
             return None;
         }
-        let name = waypoint.name.as_str().escape_debug();
+        let unusable = |why: String| {
+            let name = waypoint.name.as_str().escape_debug();
+            let is_refused = !self.snapshot.istio.passes;
+            is_refused.then(|| Err(format!("waypoint {name} cannot be used: {why}")))
+        };
         let gateway = match waypoint.gateway {
             Ok(gateway) => gateway,
-            Err(why) => return Some(Err(format!("waypoint {name} cannot be used: {why}"))),
+            Err(why) => return unusable(why.to_string()),
         };
         let is_bound = self.snapshot.istio.binding(gateway).is_some();
         let ports = ports(gateway, is_bound);
@@ -125,9 +129,9 @@ impl Index {
             found.collect::<Vec<_>>()
         });
         let Some((target, at)) = found.next() else {
-            return Some(Err(format!(
-                "waypoint {name} cannot be used: no address of the Gateway leads to a Pod of its namespace at port {HBONE}"
-            )));
+            return unusable(format!(
+                "no address of the Gateway leads to a Pod of its namespace at port {HBONE}"
+            ));
         };
         let is_own = |pod: SocketAddr| {
             let pod = self.workload(pod.ip());
@@ -331,6 +335,12 @@ mod tests {
             app all 10.0.0.77 - 10.96.0.10:80 => CONNECT
             app all other - 10.0.0.5:7 => CONNECT
             app all - - 10.96.0.10:80 => CONNECT
+            app all - pass 10.96.0.10:80 => plain 10.0.0.5:8080 10.0.0.5:1 10.0.0.5:8080
+            app all - pass,empty 10.96.0.10:80 => UH
+            app all 10.0.0.77 pass 10.96.0.10:80 => plain 10.0.0.5:8080 10.0.0.5:1 10.0.0.5:8080
+            app all 10.96.0.99 pass,lost 10.0.0.5:7 => plain 10.0.0.5:7 10.0.0.5:1 10.0.0.5:7
+            app all 10.96.0.99 pass,twin 10.0.0.5:7 => CONNECT
+            app all 10.96.0.99 pass 10.96.0.10:80 => shop/gate 10.0.0.9:15009 10.0.0.9:15009 10.96.0.10:80
             app all 10.96.0.99 lost 10.0.0.5:7 => CONNECT
             app all 10.96.0.99 twin 10.0.0.5:7 => CONNECT
             app all 10.96.0.99 bound 10.96.0.10:80 => shop/gate 10.0.0.9:15009 10.0.0.9:15008 10.96.0.10:80
@@ -395,6 +405,7 @@ mod tests {
             let istio = &mut snapshot.istio;
             istio.namespaces.insert("shop".into(), Arc::new(of));
             (istio.waypoints, istio.denies) = (!has("off"), has("deny"));
+            istio.passes = has("pass");
             let binding = Binding {
                 has_header: true,
                 port: Some(15088),

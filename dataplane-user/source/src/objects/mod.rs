@@ -12,6 +12,7 @@ mod authorization;
 mod by_label;
 mod entries;
 mod host_ports;
+mod identities;
 mod istio;
 mod istio_objects;
 mod join;

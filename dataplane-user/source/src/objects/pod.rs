@@ -83,6 +83,8 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
     let name = object_name(&object.metadata);
     let name = WorkloadName::new(name.namespace(), name.name());
     let labels = &object.metadata.labels;
+    let is_redirected = label(&object.metadata.annotations, REDIRECTION) == Some("enabled");
+    let speaks_hbone = tunnels || is_redirected;
     Some(Workload {
         addresses,
         ports: declared(spec),
@@ -90,8 +92,8 @@ pub fn pod(object: &api::Pod, node: &Node, findings: &mut Findings) -> Option<Wo
         node: spec.node_name.as_deref().unwrap_or_default().into(),
         network: label(labels, LABEL_NETWORK).unwrap_or_default().into(),
         account: spec.account().into(),
-        speaks_hbone: tunnels
-            || label(&object.metadata.annotations, REDIRECTION) == Some("enabled"),
+        speaks_hbone,
+        announces_hbone: speaks_hbone,
         waypoint: waypoint(labels, name.namespace()),
         telemetry: Telemetry::new(workload_name(&object.metadata), Some(labels)),
         labels: match place {

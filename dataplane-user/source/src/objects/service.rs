@@ -108,6 +108,7 @@ fn read(object: api::Service, findings: &mut Findings) -> Service {
             findings,
         ),
         aside: Vec::new(),
+        identities: Box::default(),
         records: match kind {
             ServiceType::ExternalName => alias(&spec, findings),
             _ => Records::Object(Box::new(Named {

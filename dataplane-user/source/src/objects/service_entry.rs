@@ -15,6 +15,7 @@ use smallvec::SmallVec;
 
 use super::{
     Findings, address, check_name,
+    identities::identities,
     istio::waypoint,
     label, object_name,
     selection::preference,
@@ -115,6 +116,7 @@ pub fn service_entry(
             ranges: SmallVec::new(),
             resolution,
             export_to,
+            identities: identities(spec.subject_alt_names.as_deref(), findings),
             ports,
             backends,
             preference: [preference(&object.metadata, findings), None],

@@ -1380,6 +1380,34 @@ fn entries_are_seen_where_they_are_exported_to() {
     assert!(matches!(entry.export_to, ExportTo::Namespaces(_)));
 }
 
+/// Only identities count, and at most 64.
+#[test]
+fn an_entry_has_the_identities_that_its_endpoints_may_have() {
+    let identities = |names: &[String]| {
+        let served = Served::of(&[db(json!({ "subjectAltNames": names }))]);
+        let entry = &served.snapshot.entries[&EntryName::new("shop", "db")];
+        assert_eq!(entry.identities, served.service("db").unwrap().identities);
+        (entry.identities.len(), served.says())
+    };
+    let named = |n| format!("spiffe://cluster.local/ns/shop/sa/a{n}");
+    let given = [
+        &named(1),
+        "db.example.com",
+        "spiffe://db",
+        &named(0),
+        &named(1),
+    ];
+    let (count, said) = identities(&given.map(str::to_owned));
+    assert_eq!((count, said.len()), (2, 1), "{said:?}");
+    assert!(
+        said[0].starts_with("spec.subjectAltNames[2]: no effect: "),
+        "{said:?}"
+    );
+    let many: Vec<_> = (0..70).map(named).collect();
+    let (count, said) = identities(&many);
+    assert_eq!((count, said.len()), (64, 1), "{said:?}");
+}
+
 /// Returns an entry with endpoints by name, and further fields.
 fn by_name(fields: Value) -> Value {
     let mut entry = db(json!({ "resolution": "DNS", "endpoints": null }));

@@ -1,6 +1,6 @@
 //! Outbound connections, which the engine relays through tunnels.
 
-use std::{io, sync::Arc};
+use std::{io, iter, sync::Arc};
 
 use http::{HeaderValue, Uri};
 use identity::Identities;
@@ -145,13 +145,16 @@ fn request(shared: &Arc<Shared>, session: &Session, to: &Workload) -> io::Result
         })
     };
     let own = attached.source(Direction::Outbound, session.client().ip());
+    let further = session.further_identities();
     let authority = session.authority().to_string();
     let authority: Uri = authority.parse().map_err(io::Error::other)?;
     Ok(Connect {
         key: Key {
             attachment: attached.id,
             source: identity(&attached.workload)?,
-            expected: [identity(to)?].into(),
+            expected: iter::once(identity(to)?)
+                .chain(further.iter().cloned())
+                .collect(),
             from: own,
             to: session.accepts_tunnels_at(shared.port),
             workload: id(to).into(),

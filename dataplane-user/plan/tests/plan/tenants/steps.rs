@@ -93,6 +93,7 @@ static GIVEN: LazyLock<Vec<IpAddr>> = LazyLock::new(|| {
 fn no_entry() -> Entry {
     Entry {
         preference: [None; 2],
+        identities: Box::default(),
         name: entry_name(0),
         created: None,
         hosts: SmallVec::new(),

@@ -396,6 +396,7 @@ fn without_endpoints(entry: &Entry) -> Entry {
         addresses: entry.addresses.clone(),
         ranges: entry.ranges.clone(),
         export_to: entry.export_to.clone(),
+        identities: entry.identities.clone(),
         ports: entry.ports.clone(),
         ..*entry
     }

@@ -27,6 +27,7 @@ pub struct ServiceEntrySpec {
     pub endpoints: Option<Vec<WorkloadEntrySpec>>,
     pub workload_selector: Option<WorkloadSelector>,
     pub export_to: Option<Vec<String>>,
+    pub subject_alt_names: Option<Vec<String>>,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -1,5 +1,6 @@
 //! The proxy and the engine in one process: a client's connection goes through a tunnel to an application.
 
+mod identities;
 mod same_node;
 mod waypoints;
 

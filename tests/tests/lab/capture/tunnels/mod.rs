@@ -18,9 +18,15 @@ use self::{
         auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
         auto_tunnels_only_what_speaks_hbone, no_flip_of_a_slice_sends_plaintext,
     },
-    same_node::two_workloads_of_a_node_need_no_tunnel_with_attest,
+    same_node::{
+        pods_of_a_node_need_no_annotation, two_workloads_of_a_node_need_no_tunnel_with_attest,
+    },
     sandwich::a_captured_waypoint_learns_the_client_by_a_proxy_header,
-    waypoints::connections_to_a_service_go_to_its_waypoint,
+    waypoints::{
+        a_waypoint_that_cannot_be_used_is_passed_only_by_the_operators_word,
+        an_entry_accepts_further_identities_of_its_endpoints,
+        connections_to_a_service_go_to_its_waypoint,
+    },
 };
 use super::pod_of;
 use crate::{
@@ -39,9 +45,12 @@ scenarios! {
     auto_tunnels_only_what_speaks_hbone,
     auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
     connections_to_a_service_go_to_its_waypoint,
+    a_waypoint_that_cannot_be_used_is_passed_only_by_the_operators_word,
+    an_entry_accepts_further_identities_of_its_endpoints,
     a_captured_waypoint_learns_the_client_by_a_proxy_header,
     no_flip_of_a_slice_sends_plaintext,
     two_workloads_of_a_node_need_no_tunnel_with_attest,
+    pods_of_a_node_need_no_annotation,
 }
 
 /// Plaintext that each request of `probe http` has.
@@ -50,7 +59,7 @@ const HBONE: u16 = 15008;
 
 /// A client `app` on node1; `far` on node2, which speaks HBONE, and `plain`, which does not.
 struct World {
-    rules: Value,
+    mesh: Value,
     agents: Vec<Agent>,
     manifests: Manifests,
     _servers: Vec<Process>,
@@ -79,6 +88,11 @@ impl World {
 
     /// As [`World::new`], with these rules for all workloads.
     fn with(authorities: [&str; 2], rules: Value) -> Result<Self> {
+        Self::with_mesh(authorities, json!({ "rules": rules }))
+    }
+
+    /// As [`World::new`], with these settings of the mesh.
+    fn with_mesh(authorities: [&str; 2], mesh: Value) -> Result<Self> {
         let lab = Lab::builder()
             .node("node1")
             .node("node2")
@@ -90,7 +104,7 @@ impl World {
         let servers = servers.into_iter().collect::<Result<_>>()?;
         let manifests = Manifests::new(&[])?;
         let mut world = Self {
-            rules,
+            mesh,
             agents: Vec::new(),
             manifests,
             _servers: servers,
@@ -128,10 +142,8 @@ impl World {
 
     fn agent(&self, node: &str, authority: &str) -> Result<Agent> {
         let directory = self.state.path().join(authority);
-        let mesh = json!({
-            "identity": { "source": { "ca": { "directory": directory } } },
-            "rules": self.rules,
-        });
+        let mut mesh = self.mesh.clone();
+        mesh["identity"] = json!({ "source": { "ca": { "directory": directory } } });
         let builder = self.lab.agent(node).in_the_nodes_cgroup().sockets_only();
         let builder = builder.manifests(self.manifests.path());
         let mut agent = builder.args(["--mesh", &mesh.to_string()]).prepare()?;
@@ -306,7 +318,9 @@ fn status_names_pods_that_nothing_announces() -> Result<()> {
         eventually(|| {
             let status = world.agents[0].status()?;
             let status = String::from_utf8_lossy(&status.stdout).into_owned();
-            let is_named = status.contains("are in plaintext, such as to default/app,");
+            let words: Vec<&str> = status.split_whitespace().collect();
+            let named = "are in plaintext, such as to default/app,";
+            let is_named = words.join(" ").contains(named);
             ensure!(is_named == wanted, "{status}");
             Ok(())
         })

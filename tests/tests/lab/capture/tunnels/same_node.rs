@@ -1,9 +1,13 @@
 //! Two workloads of one node: through a tunnel, or with attested identities.
 
-use std::path::Path;
+use std::{
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+};
 
-use anyhow::{Result, ensure};
-use dataplane_tests::{Agent, Lab, Process, report::Report};
+use anyhow::{Context as _, Result, ensure};
+use dataplane_tests::{Agent, Host, Lab, Process, report::Report};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -22,13 +26,15 @@ const TO: [&str; 3] = ["10.244.1.9:80", "[fd00:10:244:1::9]:80", "10.96.0.10:80"
 struct World {
     agent: Agent,
     manifests: Manifests,
+    /// Whether the Pods have the annotation.
+    announced: bool,
     _server: Process,
     _state: TempDir,
     lab: Lab,
 }
 
 impl World {
-    fn new(same_node: &str, mode: &str) -> Result<Self> {
+    fn new(same_node: &str, mode: &str, announced: bool) -> Result<Self> {
         let lab = Lab::builder()
             .node("node1")
             .pod("node1", "app", "10.244.1.8")
@@ -50,6 +56,7 @@ impl World {
         let mut world = Self {
             agent,
             manifests,
+            announced,
             _server: server,
             _state: state,
             lab,
@@ -63,7 +70,16 @@ impl World {
 
     /// Writes the objects. Only this client may connect to `near`, and not in plaintext.
     fn allow(&self, client: &str) -> Result<()> {
-        let pods = ["app", "near", "other"].map(|name| object(self.lab.pod(name), "node1", true));
+        self.write(client, true)
+    }
+
+    /// As [`World::allow`]. `captured`: whether `near` is.
+    fn write(&self, client: &str, captured: bool) -> Result<()> {
+        let mut pods = ["app", "near", "other"]
+            .map(|name| object(self.lab.pod(name), "node1", captured || name != "near"));
+        for pod in pods.iter_mut().filter(|_| !self.announced) {
+            pod["metadata"]["annotations"] = json!({});
+        }
         let policy = |kind: &str, spec: Value| {
             json!({
                 "apiVersion": "security.istio.io/v1", "kind": kind,
@@ -118,7 +134,7 @@ impl World {
 pub fn two_workloads_of_a_node_need_no_tunnel_with_attest() -> Result<()> {
     for (same_node, mode) in [("tunnel", "proxy"), ("attest", "proxy"), ("attest", "auto")] {
         let is_attested = same_node == "attest";
-        let world = World::new(same_node, mode)?;
+        let world = World::new(same_node, mode, true)?;
         let [app, other] = ["app", "other"].map(|name| world.lab.pod(name));
         eventually(|| reaches(app, TO[0], "http", &["near"]).map(drop))?;
         let taps = [tap(world.lab.node("node1"))?];
@@ -169,6 +185,68 @@ pub fn two_workloads_of_a_node_need_no_tunnel_with_attest() -> Result<()> {
         forbidden.close_stdin();
         let report: Report = forbidden.wait_json()?;
         ensure!(report.errors.contains_key("ECONNRESET"), "{report:?}");
+    }
+    Ok(())
+}
+
+/// Runs `work` while a client sends one request after the other.
+fn while_asking(app: &Host, work: impl FnOnce() -> Result<()>) -> Result<()> {
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                // It may fail while no agent runs.
+                let _ = ask(app, TO[2], "http --timeout-ms 500");
+            }
+        });
+        let result = work();
+        done.store(true, Ordering::Relaxed);
+        result
+    })
+}
+
+/// `near` has no annotation, and accepts no plaintext. No connection is in plaintext while one agent follows another, or while none
+/// runs.
+pub fn pods_of_a_node_need_no_annotation() -> Result<()> {
+    for mode in ["proxy", "auto"] {
+        let mut world = World::new("tunnel", mode, false)?;
+        let app = world.lab.pod("app").clone();
+        let reached = || -> Result<()> {
+            for to in TO {
+                reaches(&app, to, "http", &["near"]).with_context(|| to.to_owned())?;
+            }
+            Ok(())
+        };
+        eventually(reached)?;
+        let taps = [tap(world.lab.node("node1"))?];
+        reached()?;
+        ensure!(world.is_tunnelled(&taps)?, "{mode}: no tunnel");
+        while_asking(&app, || {
+            let before = world.agent.replace()?;
+            reached().context("after a replacement")?;
+            before.wait().context("an agent that was replaced")?;
+            world.agent.kill();
+            let report = ask(&app, TO[0], "http")?;
+            ensure!(report.answered == 0, "{mode}: {report:?}");
+            world.agent.start()?;
+            eventually(reached).context("after a start")
+        })?;
+        ensure!(world.is_tunnelled(&taps)?, "{mode}: no tunnel");
+        eventually(|| {
+            let status = world.agent.status()?;
+            let status = String::from_utf8_lossy(&status.stdout).into_owned();
+            let words: Vec<&str> = status.split_whitespace().collect();
+            let warning = "connections of other nodes to captured Pods without the annotation";
+            ensure!(words.join(" ").contains(warning), "{status}");
+            Ok(())
+        })?;
+        world.write("app", false)?;
+        eventually(|| {
+            let taps = [tap(world.lab.node("node1"))?];
+            reached()?;
+            ensure!(world.is_tunnelled(&taps).is_err(), "{mode}: no plaintext");
+            Ok(())
+        })?;
     }
     Ok(())
 }
