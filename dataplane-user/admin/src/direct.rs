@@ -118,6 +118,7 @@ impl Direct {
         now: Instant,
     ) -> Vec<Refused> {
         let mut refused = Vec::new();
+        let is_due = self.ledger.is_due(now);
         for (key, counted) in counted {
             let named = self.workloads.entry(key.workload);
             let named = named.or_insert(Numbered {
@@ -130,7 +131,9 @@ impl Direct {
             let is_unnamed = refused_by.is_some_and(|by| {
                 ![0, TrafficKey::NOT_ALLOWED].contains(&by) && !self.refusers.contains_key(&by)
             });
-            if counted == *before || is_unnamed {
+            // The series of open connections are in use.
+            let uses = is_due && counted.opened > counted.closed;
+            if is_unnamed || counted == *before && !uses {
                 continue;
             }
             let before = mem::replace(before, counted);
@@ -188,15 +191,17 @@ impl Direct {
             self.ledger
                 .add(&labels(Flag::None), totals, nanoseconds, now);
         }
+        if is_due {
+            self.ledger.prune(now);
+        }
         refused
     }
 
-    /// Forgets workloads that have gone, and their counts after these were shown for a while. `is_there`: whether there
-    /// is such a workload; `parties`: all present ones. Returns the entries that the kernel no longer needs to count.
+    /// Forgets workloads that have gone. `is_there`: whether there is such a workload. Returns the entries that the kernel no
+    /// longer needs to count.
     pub fn forget(
         &mut self,
         is_there: impl Fn(&WorkloadName) -> bool,
-        parties: impl FnOnce() -> std::collections::HashSet<Party>,
         now: Instant,
     ) -> Vec<TrafficKey> {
         self.workloads.retain(|_, named| {
@@ -213,10 +218,6 @@ impl Direct {
         over.extend(self.beyond_shares(ROOM));
         for key in &over {
             self.seen.remove(key);
-        }
-        if self.ledger.is_due(now) {
-            let there = parties();
-            self.ledger.prune(|party| there.contains(party), now);
         }
         over
     }
@@ -486,8 +487,7 @@ mod tests {
             direct.update(counted, |_| None, |_| None, now);
             // One workload is there at a time. The connections of the others end a little later.
             let is_there = |name: &WorkloadName| *name == pod.name;
-            let parties = || [Party::of(&pod)].into_iter().collect();
-            for key in direct.forget(is_there, parties, now) {
+            for key in direct.forget(is_there, now) {
                 kernel.remove(&key);
             }
         }

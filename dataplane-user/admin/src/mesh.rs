@@ -4,7 +4,7 @@ use std::{fmt, time::Duration};
 
 use prometheus_client::{encoding::DescriptorEncoder, metrics::MetricType};
 use proxy::Observer;
-use relay::{Flag, encode_connections};
+use relay::{Flag, Shown, encode_connections};
 
 use super::state::State;
 
@@ -21,7 +21,8 @@ pub fn encode(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result
     for (labels, series) in direct.ledger().iter() {
         *all.entry(labels.clone()).or_default() += series.totals;
     }
-    encode_connections(&all, encoder)?;
+    let snapshot = state.served().snapshot;
+    encode_connections(&all, &snapshot, encoder)?;
     let mut metric = encoder.encode_descriptor(
         "dataplane_direct_connection_seconds",
         "Total open time of direct connections: captured, but without the proxy (mode kernel)",
@@ -31,8 +32,9 @@ pub fn encode(state: &State, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result
     let all = direct.ledger().iter();
     for (labels, series) in all.filter(|(labels, _)| labels.key.flag == Flag::None) {
         let seconds = Duration::from_nanos(series.nanoseconds).as_secs_f64();
+        let snapshot = &snapshot;
         metric
-            .encode_family(labels)?
+            .encode_family(&Shown { labels, snapshot })?
             .encode_counter::<[(&str, &str); 0], f64, f64>(&seconds, None)?;
     }
     drop(direct);

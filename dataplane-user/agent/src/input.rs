@@ -203,10 +203,12 @@ impl Input {
         Ok(input)
     }
 
-    /// Sets the destinations that workloads with `egress: deny` may reach besides Services of Pods, and the settings for
-    /// Istio's objects.
+    /// Sets the destinations that workloads with `egress: deny` may reach besides Services of Pods, the settings for
+    /// Istio's objects, and the names of the cluster.
     #[must_use]
-    pub fn with_mesh(mut self, mesh: Option<&settings::Mesh>) -> Self {
+    pub fn with_mesh(mut self, settings: &settings::Settings) -> Self {
+        let mesh = settings.mesh.as_ref();
+        self.snapshot.cluster = Arc::new(settings.cluster());
         self.snapshot.reachable = mesh.map(|mesh| Arc::new(mesh.reachable()));
         if let Some(mesh) = mesh {
             self.snapshot.istio.denies = mesh.denies_unsupported();

@@ -134,7 +134,7 @@ impl<'a> Wanted<'a> {
         let mut node = settings.node.clone();
         node.reserved_ports.extend(settings.listen.ports());
         let input = Input::open(&self.source, &node, Some(keeping), notices(events))?;
-        Ok(input.with_mesh(settings.mesh.as_ref()))
+        Ok(input.with_mesh(settings))
     }
 
     /// Takes the turn, signals and ports. `asks`: whether a running agent is asked for its place.

@@ -33,6 +33,7 @@ impl Basis {
         let snapshot = Snapshot {
             cluster: Arc::new(Cluster {
                 domain: domain.trim_end_matches('.').into(),
+                name: Arc::clone(&snapshot.cluster.name),
             }),
             ..snapshot.clone()
         };

@@ -44,7 +44,8 @@ use relay::{
     AccessLog, AttachError, Attachment, Bounded, Connections, DnsFiles, Exceeded, Found, Limits,
     Log, Neighbour, Relay, TunnelView, Tunnelling, raise_open_files, socket::Patience,
 };
-use threads::Deaths;
+use serde_json::Value;
+use threads::{Deaths, Page};
 
 use self::{engines::Engines, shared::Shared, workers::Workers};
 
@@ -393,6 +394,11 @@ impl Observer {
     /// Returns whether the proxy accepts inbound connections of a workload, and so enforces its policies.
     pub fn takes_inbound(&self, workload: &WorkloadName) -> bool {
         self.0.relay.takes_inbound(workload)
+    }
+
+    /// Returns refused connections from a number on, `most` at most; without a number, those from now on.
+    pub fn refusals(&self, from: Option<u64>, most: usize) -> Page<Value> {
+        self.0.relay.log.refusals.read(from, most)
     }
 
     /// Counts connections to a workload that the kernel refused by a policy. `by`: the policy. `None`: no policy with ALLOW matches.

@@ -24,7 +24,9 @@ struct Scrape(Arc<Shared>);
 
 impl Collector for Scrape {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        encode_connections(&self.0.relay.connections(), &mut encoder)?;
+        let (_, index) = self.0.relay.index();
+        let all = self.0.relay.connections();
+        encode_connections(&all, index.snapshot(), &mut encoder)?;
         encode_proxy(&self.0, &mut encoder)
     }
 }

@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use model::{Egress, Workload, WorkloadName};
+use model::{Egress, ServiceName, Workload, WorkloadName};
 use smallvec::SmallVec;
 
 use super::{
@@ -133,6 +133,10 @@ impl Bounded {
 /// How long `status` shows that connections of a workload were ended because their readers had stalled, and that tunnels to it
 /// were refused or waited.
 const LATELY: Duration = Duration::from_mins(10);
+
+/// The maximum number of kinds of connections with counters of their own, between two times at which they go to the ledger:
+/// peers choose what they say about themselves.
+const KINDS: usize = 4096;
 
 /// An attachment while its connections are relayed. Its listening sockets are closed with the last
 /// reference to them.
@@ -261,17 +265,20 @@ impl Attached {
     pub fn counters(
         &self,
         (direction, principals, flag): (Direction, Option<&Principals>, Flag),
-        target: Option<&Target>,
+        service: Option<&ServiceName>,
         peer: Option<&Arc<Workload>>,
     ) -> Arc<Counters> {
-        let key = CountersKey {
+        let mut key = CountersKey {
             direction,
             principals: principals.cloned(),
-            service: target.map(|target| target.service().clone()),
+            service: service.cloned(),
             peer: peer.map_or_else(Party::nobody, Party::of),
             flag,
         };
         let mut counters = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
+        if counters.len() >= KINDS && !counters.contains_key(&key) {
+            key = key.rest();
+        }
         Arc::clone(counters.entry(key).or_default())
     }
 

@@ -6,11 +6,15 @@ use std::{
     sync::Arc,
 };
 
-use model::{Identity, ServiceName, Workload};
+use model::{Identity, ServiceName, Snapshot, Workload};
 use prometheus_client::encoding::{EncodeLabel as _, EncodeLabelSet, LabelSetEncoder};
 use smallvec::SmallVec;
 
-use super::{direction::Direction, outcome::Flag};
+use super::{
+    baggage::{Baggage, is_here},
+    direction::Direction,
+    outcome::Flag,
+};
 
 /// A kind of connections of one workload. Each kind has its own counters.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -19,12 +23,30 @@ pub struct CountersKey {
     pub direction: Direction,
     /// The identities that both sides have proven. `None`: none.
     pub principals: Option<Principals>,
-    /// The service that the client named by its address.
+    /// The service that the client addressed: by its address, or as the peer of a tunnel says.
     pub service: Option<ServiceName>,
     /// The workload at the other side.
     pub peer: Party,
     /// Why the connections failed; [`Flag::None`]: they reached an endpoint.
     pub flag: Flag,
+}
+
+impl CountersKey {
+    /// Returns the kind of connections without counters of their own: the service and the other side are left out.
+    #[must_use]
+    pub fn rest(self) -> Self {
+        let principals = self.principals.map(|of| Principals {
+            peer: None,
+            told: None,
+            ..of
+        });
+        Self {
+            service: None,
+            peer: Party::nobody(),
+            principals,
+            ..self
+        }
+    }
 }
 
 /// The identities that both sides of a connection have proven.
@@ -36,10 +58,15 @@ pub struct Principals {
     pub peer: Option<Identity>,
     /// Whether the relay attests them by network namespaces. Otherwise both sides have proven them in a tunnel.
     pub is_attested: bool,
+    /// What the other side of a tunnel says about its workload.
+    pub told: Option<Arc<Baggage>>,
 }
 
+/// The value of a label that is not known, as in Istio.
+const UNKNOWN: &str = "unknown";
+
 /// A side of a connection, as metrics name it: Istio's labels of a workload. Two parties are equal if
-/// their labels are, even if they are different pods.
+/// their labels are, even if they are different pods. The places of workloads of other nodes are not known here.
 #[derive(Clone, Debug)]
 pub struct Party(Option<Arc<Workload>>);
 
@@ -54,11 +81,6 @@ impl Party {
         Self(None)
     }
 
-    /// Whether the side is not known.
-    pub fn is_nobody(&self) -> bool {
-        self.0.is_none()
-    }
-
     /// The namespace of the workload.
     pub fn namespace(&self) -> &str {
         self.0
@@ -66,10 +88,10 @@ impl Party {
             .map_or("", |workload| workload.name.namespace())
     }
 
-    /// The labels: workload, canonical service and revision, namespace, app and version.
-    fn shown(&self) -> [&str; 6] {
+    /// The labels: workload, canonical service and revision, namespace, app and version. Empty: unknown.
+    fn names(&self) -> [&str; 6] {
         let Some(workload) = &self.0 else {
-            return ["unknown"; 6];
+            return [""; 6];
         };
         let telemetry = &workload.telemetry;
         [
@@ -80,7 +102,63 @@ impl Party {
             &*telemetry.app,
             &*telemetry.version,
         ]
-        .map(|value| if value.is_empty() { "unknown" } else { value })
+    }
+
+    /// The labels, and whether the workload is on this node.
+    fn compared(&self) -> ([&str; 6], bool) {
+        let is_here = self.0.as_ref().is_some_and(|workload| is_here(workload));
+        let names = self.names();
+        // An unknown side has the same labels as a workload with this name.
+        (
+            names.map(|name| if name.is_empty() { UNKNOWN } else { name }),
+            is_here,
+        )
+    }
+
+    /// The labels, with cluster, region and zone. `principals`: of this side's connections, if it is the other side.
+    fn shown<'a>(
+        &'a self,
+        principals: Option<&'a Principals>,
+        snapshot: &'a Snapshot,
+    ) -> [&'a str; 9] {
+        let told = principals.and_then(|of| of.told.as_deref());
+        let region_and_zone =
+            |told: Option<&'a Baggage>| told.map_or([""; 2], |of| [&of.region, &of.zone]);
+        let [workload, service, revision, namespace, app, version] = self.names();
+        let shown = match (&self.0, told) {
+            (Some(of), _) => {
+                let node = &snapshot.node;
+                let [region, zone] = if is_here(of) {
+                    [&*node.region, &*node.zone]
+                } else {
+                    region_and_zone(told)
+                };
+                let cluster = &*snapshot.cluster.name;
+                [
+                    workload, service, revision, namespace, app, version, cluster, region, zone,
+                ]
+            }
+            // As ztunnel names a workload that it knows by its baggage only.
+            (None, Some(of)) => {
+                let namespace = principals
+                    .and_then(|of| of.peer.as_ref())
+                    .map_or("", Identity::namespace);
+                let [region, zone] = region_and_zone(told);
+                [
+                    &of.workload,
+                    &of.service,
+                    &of.revision,
+                    namespace,
+                    &of.workload,
+                    &of.revision,
+                    &of.cluster,
+                    region,
+                    zone,
+                ]
+            }
+            (None, None) => [""; 9],
+        };
+        shown.map(|value| if value.is_empty() { UNKNOWN } else { value })
     }
 
     /// Returns a copy with only the fields that the labels show, so that it can live long.
@@ -99,7 +177,7 @@ impl Party {
 
 impl PartialEq for Party {
     fn eq(&self, other: &Self) -> bool {
-        self.shown() == other.shown()
+        self.compared() == other.compared()
     }
 }
 
@@ -113,13 +191,13 @@ impl PartialOrd for Party {
 
 impl Ord for Party {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.shown().cmp(&other.shown())
+        self.compared().cmp(&other.compared())
     }
 }
 
 impl Hash for Party {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        self.shown().hash(state);
+        self.compared().hash(state);
     }
 }
 
@@ -138,52 +216,56 @@ impl Labels {
     pub fn rest(&self) -> Self {
         Self {
             workload: self.workload.alone(),
-            key: CountersKey {
-                service: None,
-                peer: Party::nobody(),
-                principals: self
-                    .key
-                    .principals
-                    .clone()
-                    .map(|of| Principals { peer: None, ..of }),
-                ..self.key.clone()
-            },
+            key: self.key.clone().rest(),
         }
     }
 }
 
-impl EncodeLabelSet for Labels {
+/// Labels as metrics show them, with the names of the cluster and of the node's place.
+#[derive(Clone, Copy, Debug)]
+pub struct Shown<'a> {
+    /// The labels.
+    pub labels: &'a Labels,
+    /// The snapshot, which has the names.
+    pub snapshot: &'a Snapshot,
+}
+
+impl EncodeLabelSet for Shown<'_> {
     fn encode(&self, encoder: &mut LabelSetEncoder<'_>) -> Result<(), fmt::Error> {
-        const NAMES: [&str; 6] = [
+        const NAMES: [&str; 9] = [
             "workload",
             "canonical_service",
             "canonical_revision",
             "workload_namespace",
             "app",
             "version",
+            "cluster",
+            "region",
+            "zone",
         ];
-        let outbound = self.key.direction == Direction::Outbound;
+        let Labels { workload, key } = self.labels;
+        let outbound = key.direction == Direction::Outbound;
         let reporter = if outbound { "source" } else { "destination" };
         ("reporter", reporter).encode(encoder.encode_label())?;
-        let (own, peer) = (&self.workload, &self.key.peer);
-        let principals = self.key.principals.as_ref();
+        let principals = key.principals.as_ref();
+        let own = workload.shown(None, self.snapshot);
+        let peer = key.peer.shown(principals, self.snapshot);
         let [own_principal, peer_principal] = [
             principals.map(|of| &of.own),
             principals.and_then(|of| of.peer.as_ref()),
         ]
-        .map(|of| of.map_or_else(|| "unknown".to_owned(), ToString::to_string));
+        .map(|of| of.map_or_else(|| UNKNOWN.to_owned(), ToString::to_string));
         let (own, peer) = ((own, &*own_principal), (peer, &*peer_principal));
         let (source, destination) = if outbound { (own, peer) } else { (peer, own) };
         for (prefix, (party, principal)) in [("source", source), ("destination", destination)] {
-            let labels = NAMES.into_iter().zip(party.shown());
+            let labels = NAMES.into_iter().zip(party);
             for (name, value) in labels.chain([("principal", principal)]) {
                 (format!("{prefix}_{name}"), value).encode(encoder.encode_label())?;
             }
         }
-        let unknown = || "unknown".to_owned();
-        let service = self.key.service.as_ref();
-        // Istio has the host name here. Its suffix is the cluster's domain, which is not known.
-        let host = service.map(|name| format!("{}.{}.svc", name.name(), name.namespace()));
+        let unknown = || UNKNOWN.to_owned();
+        let service = key.service.as_ref();
+        let host = service.map(|name| self.snapshot.cluster.host(name));
         let labels = [
             ("destination_service", host.unwrap_or_else(unknown)),
             (
@@ -195,7 +277,7 @@ impl EncodeLabelSet for Labels {
                 service.map_or_else(unknown, |name| name.namespace().to_owned()),
             ),
             ("request_protocol", "tcp".to_owned()),
-            ("response_flags", self.key.flag.word().to_owned()),
+            ("response_flags", key.flag.word().to_owned()),
             (
                 "connection_security_policy",
                 match principals {
@@ -213,7 +295,7 @@ impl EncodeLabelSet for Labels {
 }
 
 impl Labels {
-    /// Returns a copy with only the fields that the labels show, so that it can live long.
+    /// Returns a copy with only the fields that metrics show, so that it can live long.
     pub(super) fn alone(&self) -> Self {
         Self {
             workload: self.workload.alone(),

@@ -1,30 +1,24 @@
 //! The ledger: the totals of connections, by the labels that metrics show.
 //!
-//! All pods with the same labels are one series, which keeps the counts of pods that have gone. The ledger removes a
-//! series some time after the last pod with its labels has gone. So the number of series depends on the pods that run
-//! now, and not on earlier pods. If there are very many series, a workload that would need a new series is counted in a
-//! common series, so that its namespace leaves room for the series of others.
+//! All pods with the same labels are one series, which keeps the counts of pods that have gone. A series expires some time after
+//! its last use. If there are very many series, a workload that would need a new series is counted in a common series, so
+//! that its namespace leaves room for the series of others.
 
 use std::{
     collections::{BTreeMap, HashMap},
     time::{Duration, Instant},
 };
 
-use super::{
-    counters::Totals,
-    labels::{Labels, Party},
-};
+use super::{counters::Totals, labels::Labels};
 
-/// How long a series stays after its workload or its peer has gone: several scrapes.
-const QUIET: Duration = Duration::from_mins(10);
-/// The maximum number of such series. The ledger removes those first that changed longest ago.
-const GONE: usize = 1000;
+/// How long a series stays after its last use: several scrapes.
+const QUIET: Duration = Duration::from_mins(15);
 /// The maximum number of series, besides those for the rest of each workload's connections: one by direction and flag.
 const ROOM: usize = 20_000;
 /// The workloads of a namespace have at most this many times as many series as are free, as with
 /// [connections](super::limits).
 const SHARE: usize = 4;
-/// The minimum time between two searches for series to remove.
+/// The minimum time between two searches for expired series.
 const EVERY: Duration = Duration::from_secs(10);
 
 /// Totals since the proxy, or the agent, started.
@@ -43,13 +37,17 @@ pub struct Series {
     pub totals: Totals,
     /// How long closed connections were open. Only direct connections are measured.
     pub nanoseconds: u64,
-    changed: Instant,
+    used: Instant,
 }
 
 impl Ledger {
-    /// Adds to a series.
+    /// Adds to a series. A connection that is open uses its series, too: with totals of 0, a series that exists stays, and none
+    /// begins.
     pub fn add(&mut self, labels: &Labels, totals: Totals, nanoseconds: u64, now: Instant) {
         if totals == Totals::default() {
+            if let Some(series) = self.series.get_mut(labels) {
+                series.used = now;
+            }
             return;
         }
         let series = match self.series.get_mut(labels) {
@@ -58,7 +56,7 @@ impl Ledger {
         };
         series.totals += totals;
         series.nanoseconds += nanoseconds;
-        series.changed = now;
+        series.used = now;
     }
 
     /// Begins a series, or finds that of the rest.
@@ -78,7 +76,7 @@ impl Ledger {
         self.series.entry(labels).or_insert(Series {
             totals: Totals::default(),
             nanoseconds: 0,
-            changed: now,
+            used: now,
         })
     }
 
@@ -92,26 +90,10 @@ impl Ledger {
         self.pruned.is_none_or(|at| now - at >= EVERY)
     }
 
-    /// Removes series whose workload or peer has gone. `is_there`: whether a workload with these labels exists.
-    pub fn prune(&mut self, is_there: impl Fn(&Party) -> bool, now: Instant) {
+    /// Removes expired series.
+    pub fn prune(&mut self, now: Instant) {
         self.pruned = Some(now);
-        let has_gone = |labels: &Labels| {
-            let sides = [&labels.workload, &labels.key.peer];
-            sides
-                .iter()
-                .any(|party| !party.is_nobody() && !is_there(party))
-        };
-        self.series
-            .retain(|labels, series| now - series.changed < QUIET || !has_gone(labels));
-        let gone = self.series.iter().filter(|(labels, _)| has_gone(labels));
-        let mut gone: Vec<(Instant, Labels)> = gone
-            .map(|(labels, series)| (series.changed, labels.clone()))
-            .collect();
-        let excess = gone.len().saturating_sub(GONE);
-        gone.sort_unstable_by_key(|(changed, _)| *changed);
-        for (_, labels) in &gone[..excess] {
-            self.series.remove(labels);
-        }
+        self.series.retain(|_, series| now - series.used < QUIET);
         self.namespaces.clear();
         for labels in self.series.keys() {
             let namespace = labels.workload.namespace().into();
@@ -127,7 +109,7 @@ mod tests {
     use model::{Place, ServiceName, Telemetry, Workload, WorkloadName};
 
     use super::*;
-    use crate::{CountersKey, Direction, Flag};
+    use crate::{CountersKey, Direction, Flag, Party};
 
     fn party(pod: &str, deployment: &str) -> Party {
         Party::of(&Arc::new(Workload {
@@ -158,7 +140,7 @@ mod tests {
     };
 
     #[test]
-    fn pods_with_the_same_labels_are_one_series_for_as_long_as_one_is_there() {
+    fn pods_with_the_same_labels_are_one_series_for_some_time_after_its_last_use() {
         let mut ledger = Ledger::default();
         let now = Instant::now();
         for pod in ["web-1", "web-2", "web-3"] {
@@ -171,13 +153,25 @@ mod tests {
             .map(|(_, s)| (s.totals.opened, s.nanoseconds))
             .collect();
         assert_eq!(seen, [(1, 0), (3, 15)]);
-        let web = party("web-9", "web");
-        let (nearly, later) = (now + Duration::from_secs(QUIET.as_secs() - 1), now + QUIET);
-        ledger.prune(|party| *party == web || *party == unknown, later);
-        assert_eq!(ledger.iter().count(), 2);
-        ledger.prune(|_| false, nearly);
+        // A connection of `web` is open.
+        let later = now + Duration::from_mins(14);
+        ledger.add(
+            &labels(party("web-9", "web"), Party::nobody()),
+            Totals::default(),
+            0,
+            later,
+        );
+        ledger.add(
+            &labels(party("api-1", "api"), Party::nobody()),
+            Totals::default(),
+            0,
+            later,
+        );
+        ledger.prune(later);
         assert_eq!(ledger.iter().count(), 2, "it may not have been scraped");
-        ledger.prune(|_| false, later);
+        ledger.prune(now + QUIET);
+        assert_eq!(ledger.iter().count(), 1);
+        ledger.prune(later + QUIET);
         assert_eq!(ledger.iter().count(), 0);
     }
 
@@ -208,26 +202,8 @@ mod tests {
         let rest = of("hog", 0).rest();
         let rest = ledger.iter().find(|(labels, _)| **labels == rest);
         assert_eq!(rest.unwrap().1.totals.opened, ROOM as u64 * 6 / 5);
-        ledger.prune(|_| false, now + QUIET);
+        ledger.prune(now + QUIET);
         ledger.add(&of("hog", 1), ONE, 0, now + QUIET);
-        assert!(count(&ledger, "hog") <= GONE + 1);
-    }
-
-    #[test]
-    fn of_those_that_have_gone_only_so_many_are_kept() {
-        let mut ledger = Ledger::default();
-        let start = Instant::now();
-        let web = party("web", "web");
-        ledger.add(&labels(web.clone(), Party::nobody()), ONE, 0, start);
-        for number in 0..3 * GONE {
-            let job = party("job", &format!("job-{number}"));
-            let now = start + Duration::from_millis(number as u64);
-            ledger.add(&labels(web.clone(), job), ONE, 0, now);
-        }
-        let now = start + Duration::from_secs(10);
-        ledger.prune(|party| *party == web, now);
-        assert_eq!(ledger.iter().count(), GONE + 1);
-        let last = party("other", &format!("job-{}", 3 * GONE - 1));
-        assert!(ledger.iter().any(|(labels, _)| labels.key.peer == last));
+        assert_eq!(count(&ledger, "hog"), 1);
     }
 }

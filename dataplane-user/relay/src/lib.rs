@@ -11,6 +11,7 @@
 mod access;
 mod arrival;
 mod attachment;
+mod baggage;
 mod counters;
 mod denials;
 mod direction;
@@ -23,6 +24,7 @@ mod metrics;
 mod namespace;
 mod outcome;
 mod permit;
+mod proven;
 mod route;
 mod session;
 pub mod socket;
@@ -40,12 +42,13 @@ use std::{
 pub use access::{AccessLog, Log, Record};
 pub use arrival::Neighbour;
 pub use attachment::{AttachError, Attached, Attachment, Bounded, Exceeded, Listener, Namespace};
+pub use baggage::Baggage;
 pub use counters::{Counters, Totals};
 pub use denials::{Denial, Denials};
 pub use direction::Direction;
 pub use engine::{Engine, Handed, TunnelView, Tunnelling};
 pub use index::{Denied, Found, Index, Target, Way};
-pub use labels::{CountersKey, Labels, Party, Principals};
+pub use labels::{CountersKey, Labels, Party, Principals, Shown};
 pub use ledger::Ledger;
 use limits::Holders;
 pub use limits::{Client, DnsFiles, Limits, raise_open_files};
@@ -113,7 +116,8 @@ impl Relay {
     /// Routes new connections by this snapshot. Existing connections stay with their endpoints. Engines end connections that
     /// policies forbid. Returns whether the policies of an attached workload have changed.
     pub fn set_snapshot(&self, snapshot: Snapshot) -> bool {
-        self.prune(&snapshot);
+        drop(self.collect());
+        self.log.set_cluster(&snapshot.cluster);
         let mut current = self.lock_index();
         let new = Arc::new(current.updated(snapshot));
         let before = std::mem::replace(&mut *current, Arc::clone(&new));
@@ -306,7 +310,7 @@ impl Relay {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Brings the ledger up to date, and forgets attachments that are not in use any more.
+    /// Brings the ledger up to date, and forgets attachments that are not in use any more, and from time to time expired series.
     fn collect(&self) -> MutexGuard<'_, Ledger> {
         let mut ledger = self.ledger.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
@@ -322,20 +326,10 @@ impl Relay {
         let mut attachments = self.lock_attachments();
         attachments.retain(|entry| !gone.contains(&entry.attached.id));
         self.reserve(&attachments);
-        ledger
-    }
-
-    /// Forgets, from time to time, the totals of workloads that have gone.
-    fn prune(&self, snapshot: &Snapshot) {
-        let now = Instant::now();
-        let mut ledger = self.collect();
-        if !ledger.is_due(now) {
-            return;
+        drop(attachments);
+        if ledger.is_due(now) {
+            ledger.prune(now);
         }
-        let mut known: HashSet<Party> = snapshot.workloads.values().map(Party::of).collect();
-        let entries = self.entries();
-        let in_use = entries.iter().filter(|entry| entry.is_in_use());
-        known.extend(in_use.map(|entry| Party::of(&entry.attached.workload)));
-        ledger.prune(|party| known.contains(party), now);
+        ledger
     }
 }

@@ -2,12 +2,16 @@
 
 use std::{collections::BTreeMap, fmt};
 
+use model::Snapshot;
 use prometheus_client::{
     encoding::{DescriptorEncoder, EncodeMetric as _},
     metrics::{MetricType, counter::ConstCounter},
 };
 
-use super::{counters::Totals, labels::Labels};
+use super::{
+    counters::Totals,
+    labels::{Labels, Shown},
+};
 
 /// The totals of all connections, by their labels.
 pub type Connections = BTreeMap<Labels, Totals>;
@@ -42,11 +46,15 @@ const FAMILIES: [(&str, &str, Reading); 5] = [
     ),
 ];
 
-/// Writes the totals of connections.
+/// Writes the totals of connections, with the names of the cluster and of the node's place in the snapshot.
 ///
 /// # Errors
 /// The encoder's.
-pub fn encode_connections(all: &Connections, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+pub fn encode_connections(
+    all: &Connections,
+    snapshot: &Snapshot,
+    encoder: &mut DescriptorEncoder<'_>,
+) -> fmt::Result {
     for (name, help, read) in FAMILIES {
         let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
         let seen = all.iter().filter(|(_, t)| **t != Totals::default());
@@ -56,7 +64,8 @@ pub fn encode_connections(all: &Connections, encoder: &mut DescriptorEncoder<'_>
             if value == 0 && name != "istio_tcp_connections_opened" {
                 continue;
             }
-            let metric = family.encode_family(labels)?;
+            let labels = Shown { labels, snapshot };
+            let metric = family.encode_family(&labels)?;
             ConstCounter::new(value).encode(metric)?;
         }
     }
@@ -67,18 +76,18 @@ pub fn encode_connections(all: &Connections, encoder: &mut DescriptorEncoder<'_>
 mod tests {
     use std::sync::Arc;
 
-    use model::{Identity, Place, Workload, WorkloadName};
+    use model::{Identity, Node, Place, ServiceName, Workload, WorkloadName};
     use prometheus_client::{collector::Collector, encoding::text, registry::Registry};
 
     use super::*;
-    use crate::{CountersKey, Direction, Flag, Party, Principals};
+    use crate::{Baggage, CountersKey, Direction, Flag, Party, Principals};
 
     #[derive(Debug)]
-    struct All(Connections);
+    struct All(Connections, Snapshot);
 
     impl Collector for All {
         fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-            encode_connections(&self.0, &mut encoder)
+            encode_connections(&self.0, &self.1, &mut encoder)
         }
     }
 
@@ -88,7 +97,16 @@ mod tests {
             ..Totals::default()
         };
         let mut registry = Registry::default();
-        registry.register_collector(Box::new(All([(labels, one)].into())));
+        let node = Node {
+            region: "east".into(),
+            zone: "east-1".into(),
+            ..Node::default()
+        };
+        let snapshot = Snapshot {
+            node: Arc::new(node),
+            ..Snapshot::default()
+        };
+        registry.register_collector(Box::new(All([(labels, one)].into(), snapshot)));
         let mut shown = String::new();
         text::encode(&mut shown, &registry).unwrap();
         shown
@@ -113,6 +131,7 @@ mod tests {
             own,
             peer: Some(peer),
             is_attested: false,
+            told: None,
         });
         let attested = both.clone().map(|of| Principals {
             is_attested: true,
@@ -137,6 +156,81 @@ mod tests {
                 format!("connection_security_policy=\"{policy}\""),
             ] {
                 assert!(shown.contains(&wanted), "{wanted}: {shown}");
+            }
+        }
+    }
+
+    /// What the agent does not know of a peer, the peer's baggage tells, except for the namespace.
+    #[test]
+    fn the_place_of_a_peer_is_the_nodes_or_as_it_says() {
+        let workload = |name, place| {
+            let name = WorkloadName::new("shop", name);
+            Party::of(&Arc::new(Workload::new(name, place)))
+        };
+        let told = "k8s.cluster.name=other,k8s.namespace.name=root,k8s.deployment.name=api,service.name=a,service.version=v1,\
+                    cloud.region=west,cloud.availability_zone=west-1";
+        let principals = |told: Option<&str>| {
+            let identity = |account| Identity::new("cluster.local", "far", account).unwrap();
+            Some(Principals {
+                own: identity("own"),
+                peer: Some(identity("peer")),
+                is_attested: false,
+                told: told.and_then(Baggage::read).map(Arc::new),
+            })
+        };
+        let elsewhere = workload("db", Place::Elsewhere);
+        for (peer, told, wanted) in [
+            (
+                workload("db", Place::Address),
+                Some(told),
+                ["db", "db", "shop", "Kubernetes", "east", "east-1"],
+            ),
+            (
+                elsewhere.clone(),
+                Some(told),
+                ["db", "db", "shop", "Kubernetes", "west", "west-1"],
+            ),
+            (
+                elsewhere,
+                None,
+                ["db", "db", "shop", "Kubernetes", "unknown", "unknown"],
+            ),
+            (
+                Party::nobody(),
+                Some(told),
+                ["api", "a", "far", "other", "west", "west-1"],
+            ),
+            (Party::nobody(), None, ["unknown"; 6]),
+        ] {
+            let shown = shown(Labels {
+                workload: workload("web", Place::Address),
+                key: CountersKey {
+                    direction: Direction::Inbound,
+                    principals: principals(told),
+                    service: Some(ServiceName::new("shop", "web")),
+                    peer,
+                    flag: Flag::None,
+                },
+            });
+            let names = [
+                "workload",
+                "canonical_service",
+                "workload_namespace",
+                "cluster",
+                "region",
+                "zone",
+            ];
+            let source = names.into_iter().zip(wanted);
+            for label in source.map(|(name, value)| format!("source_{name}=\"{value}\"")) {
+                assert!(shown.contains(&label), "{label}: {shown}");
+            }
+            for label in [
+                "destination_cluster=\"Kubernetes\"",
+                "destination_region=\"east\"",
+                "destination_zone=\"east-1\"",
+                "destination_service=\"web.shop.svc.cluster.local\"",
+            ] {
+                assert!(shown.contains(label), "{label}: {shown}");
             }
         }
     }

@@ -45,6 +45,15 @@ pub enum Flag {
 }
 
 impl Flag {
+    /// Whether the proxy, or the other side of a tunnel, has decided to refuse the connection, or to end it.
+    pub const fn is_refusal(self) -> bool {
+        use Flag::{ClientsShare, Denied, NoEndpoint, NoRoute, Recursive};
+        matches!(
+            self,
+            NoEndpoint | NoRoute | Denied | ClientsShare | Recursive
+        )
+    }
+
     /// The word in metrics and access logs.
     pub const fn word(self) -> &'static str {
         match self {

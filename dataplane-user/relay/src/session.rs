@@ -11,7 +11,7 @@ use std::{
     time::{Instant, SystemTime},
 };
 
-use model::{Identity, Workload};
+use model::{ServiceName, Workload};
 
 use super::{
     access::Record,
@@ -49,11 +49,13 @@ pub struct Session {
     progress: Progress,
     direction: Direction,
     client: SocketAddr,
-    destination: SocketAddr,
+    pub(super) destination: SocketAddr,
     /// The endpoint of the last attempt; the destination before the first one.
     endpoint: SocketAddr,
     /// The service's port, if the destination is one.
     pub(super) target: Option<Arc<Target>>,
+    /// The service that the client of an inbound connection addressed, as the peer of the tunnel says.
+    pub(super) named: Option<ServiceName>,
     /// The waypoint to which the connection goes.
     pub(super) via: Option<Box<Via>>,
     /// The inbound session of the same connection, if it arrives at a workload of this node without a tunnel.
@@ -118,6 +120,7 @@ impl Session {
             destination,
             endpoint: destination,
             target: None,
+            named: None,
             via: None,
             arrival: None,
             has_tried_here: false,
@@ -152,20 +155,10 @@ impl Session {
         self.endpoint
     }
 
-    /// Notes the identities that the workload and the other side have proven, before [`Session::route`] or
-    /// [`Session::reached`].
-    pub fn prove(&mut self, own: Identity, peer: Identity) {
-        let peer = Some(peer);
-        self.principals = Some(Box::new(Principals {
-            own,
-            peer,
-            is_attested: false,
-        }));
-    }
-
-    /// Returns the identity that the other side has proven: the client of an inbound connection, the endpoint of an outbound one.
-    fn peer(&self) -> Option<&Identity> {
-        self.principals.as_ref().and_then(|of| of.peer.as_ref())
+    /// Returns the service that the client addressed.
+    pub fn service(&self) -> Option<&ServiceName> {
+        let target = self.target.as_ref().map(|target| target.service());
+        target.or(self.named.as_ref())
     }
 
     /// Decides where the connection goes. The client of a plain inbound connection has proven no identity. If a
@@ -339,9 +332,8 @@ impl Session {
     }
 
     fn counters(&self, peer: Option<&Arc<Workload>>, flag: Flag) -> Arc<Counters> {
-        let (attached, target) = (self.permit.attached(), self.target.as_deref());
         let key = (self.direction, self.principals.as_deref(), flag);
-        attached.counters(key, target, peer)
+        self.attached().counters(key, self.service(), peer)
     }
 }
 
@@ -366,7 +358,7 @@ impl Drop for Session {
             }
         };
         let log = &self.permit.attached().log;
-        if log.is_on() {
+        if log.wants(self.flag) {
             log.record(Record {
                 ended: SystemTime::now(),
                 workload: Arc::clone(&self.permit.attached().workload),
@@ -375,7 +367,8 @@ impl Drop for Session {
                 destination: self.destination,
                 endpoint,
                 authority: self.via.as_ref().map(|via| via.authority),
-                target: self.target.take(),
+                service: self.service().cloned(),
+                cluster: log.cluster(),
                 bytes: self.bytes,
                 duration: self.accepted.elapsed(),
                 flag: self.flag,

@@ -38,6 +38,7 @@ pub use kernel::{DEFAULT_BPFFS, Kernel, Limits};
 pub use listen::{Listen, Listeners, MetricsAuth};
 pub use mesh::{Mesh, MeshNamespace, MeshRules, MeshWorkload, SameNode, Unsupported};
 pub use mesh_proxy::MeshProxy;
+use model::Cluster;
 pub use node::Node;
 pub use packets::{PacketPath, Packets, TcHook};
 pub use pattern::{Pattern, Patterns};
@@ -216,6 +217,19 @@ pub enum LogLevel {
 }
 
 impl Settings {
+    /// Returns the names of the cluster, by the settings for DNS and for Istio's CA.
+    pub fn cluster(&self) -> Cluster {
+        let default = Cluster::default();
+        let identity = self.mesh.as_ref().and_then(|mesh| mesh.identity.as_ref());
+        let istio = identity.and_then(|identity| identity.source.istio.as_ref());
+        let domain = self.dns.as_ref().map(Dns::domain);
+        let domain = domain.map(|domain| domain.trim_matches('.').to_lowercase());
+        Cluster {
+            domain: domain.map_or(default.domain, Into::into),
+            name: istio.map_or(default.name, |istio| istio.cluster().into()),
+        }
+    }
+
     /// Returns the protocols whose stale sockets the agent destroys.
     pub fn stale_protocols(&self) -> Vec<Protocol> {
         if self.destroy_stale.is_empty() {

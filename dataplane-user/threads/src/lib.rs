@@ -1,6 +1,8 @@
-//! Threads that report it if they panic.
+//! Threads that report it if they panic, and a log that threads share.
 
 #![forbid(unsafe_code)]
+
+mod recent;
 
 use std::{
     any::Any,
@@ -9,6 +11,8 @@ use std::{
     sync::Arc,
     thread::{self, JoinHandle},
 };
+
+pub use recent::{Page, Recent};
 
 /// A callback that gets the name of a thread that has panicked, and the panic's message.
 pub type Deaths = Arc<dyn Fn(&str, String) + Send + Sync>;

@@ -21,7 +21,7 @@ use std::{
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use h2::{Reason, RecvStream, SendStream};
 use model::Identity;
-use relay::socket::reset_on_close;
+use relay::{Baggage, socket::reset_on_close};
 use rustix::net::{Shutdown, shutdown};
 use tokio::{
     io::Interest,
@@ -120,6 +120,11 @@ impl Stream {
     /// Returns the verified identity of the peer.
     pub fn peer(&self) -> &Identity {
         &self.lease.0.peer.identity
+    }
+
+    /// Returns what the peer says about its workload.
+    pub fn told(&self) -> Option<Arc<Baggage>> {
+        self.lease.0.told()
     }
 
     /// Sends bytes that were read from the socket already, before [`Stream::copy`].

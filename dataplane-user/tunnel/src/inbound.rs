@@ -14,7 +14,7 @@ use h2::{
     Reason, RecvStream,
     server::{self, SendResponse},
 };
-use http::{Method, Response, StatusCode, uri::Authority};
+use http::{HeaderMap, Method, Response, StatusCode, uri::Authority};
 use identity::Identities;
 use model::Identity;
 use relay::{Client, Exceeded, socket};
@@ -33,6 +33,7 @@ use super::{
     copy::{CloseReason, Flow, Stream},
     error::{Error, Phase},
     guard::{Bucket, Guard, PeerState},
+    headers::Said,
     outbound::{other, tls_failed},
     tls::{self, Check},
     tunnel::{self, Keepalive, Lease},
@@ -58,6 +59,8 @@ pub struct Request {
     pub client: SocketAddr,
     /// The destination of the stream.
     pub authority: Authority,
+    /// What the peer says.
+    pub said: Said,
 }
 
 impl Request {
@@ -106,6 +109,9 @@ pub trait Inbound: Send + Sync + 'static {
     /// # Errors
     /// The reason for refusing the stream.
     fn connect(&self, request: Request) -> impl Future<Output = Result<Accepted, Refusal>> + Send;
+
+    /// Returns the headers of the answer 200, which describe the workload.
+    fn headers(&self) -> HeaderMap;
 
     /// Returns the client with this address, which has a share of the tunnels.
     fn client(&self, ip: IpAddr) -> Client;
@@ -428,17 +434,18 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
             refuse(&mut respond, Refusal::BadRequest);
             return None;
         };
+        let request = Request {
+            peer: self.lease.0.peer.identity.clone(),
+            client: self.client,
+            authority,
+            said: Said::read(&head.headers, &self.lease.0),
+        };
         // Its headers would stay for as long as the stream.
         drop(head);
         if self.lease.0.peer.until <= SystemTime::now() {
             refuse(&mut respond, Refusal::Unavailable);
             return None;
         }
-        let request = Request {
-            peer: self.lease.0.peer.identity.clone(),
-            client: self.client,
-            authority,
-        };
         let connected = tokio::select! {
             connected = self.served.inbound.connect(request) => connected,
             _ = poll_fn(|cx| respond.poll_reset(cx)) => {
@@ -458,7 +465,9 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
                 return None;
             }
         };
-        let Ok(send) = respond.send_response(answer(StatusCode::OK), false) else {
+        let mut response = answer(StatusCode::OK);
+        *response.headers_mut() = self.served.inbound.headers();
+        let Ok(send) = respond.send_response(response, false) else {
             self.note_given_up();
             socket::reset_on_close(&accepted.socket);
             (accepted.done)(CloseReason::StreamReset);
@@ -477,18 +486,15 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
     fn note_given_up(&self) {
         let mut given_up = self.given_up.lock().unwrap_or_else(PoisonError::into_inner);
         if !given_up.take() {
-            self.lease
-                .0
-                .peer_state
-                .set_flood("RST_STREAM before the answer");
-            self.lease.0.end();
+            let tunnel = &self.lease.0;
+            (tunnel.peer_state).set_flood("RST_STREAM before the answer");
+            tunnel.end();
         }
     }
 }
 
 #[test]
 fn an_established_stream_holds_little_memory() {
-    let answering = async { None };
-    let size = size_of_val(&relay(Box::pin(answering)));
+    let size = size_of_val(&relay(Box::pin(async { None })));
     assert!(size <= 656, "{size} bytes");
 }

@@ -30,6 +30,7 @@ mod copy;
 mod engine;
 mod error;
 mod guard;
+mod headers;
 mod inbound;
 mod outbound;
 mod pool;

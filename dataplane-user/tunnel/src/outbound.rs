@@ -13,7 +13,7 @@ use h2::{
     Reason,
     client::{self, SendRequest},
 };
-use http::{HeaderName, HeaderValue, Method, StatusCode, Uri, Version};
+use http::{HeaderMap, Method, StatusCode, Uri, Version};
 use identity::{Identities, IdentityError};
 use rustls::pki_types::ServerName;
 use tokio::{
@@ -54,10 +54,8 @@ pub struct Connect {
     pub dial: Dial,
     /// The destination of the stream: address and port.
     pub authority: Uri,
-    /// The client's address, for the header `forwarded`.
-    pub client: Option<SocketAddr>,
-    /// The header `baggage`.
-    pub baggage: Option<HeaderValue>,
+    /// The headers of the request.
+    pub headers: HeaderMap,
 }
 
 /// Makes streams on one thread.
@@ -193,12 +191,7 @@ impl<I: Identities + 'static> Outbound<I> {
         *request.method_mut() = Method::CONNECT;
         *request.version_mut() = Version::HTTP_2;
         *request.uri_mut() = connect.authority.clone();
-        let headers = request.headers_mut();
-        let forwarded = connect.client.map(|client| format!("for=\"{client}\""));
-        let forwarded = forwarded.and_then(|text| HeaderValue::try_from(text).ok());
-        headers.extend(forwarded.map(|value| (HeaderName::from_static("forwarded"), value)));
-        let baggage = connect.baggage.clone();
-        headers.extend(baggage.map(|value| (HeaderName::from_static("baggage"), value)));
+        request.headers_mut().clone_from(&connect.headers);
         let mut requests = requests.ready().await.map_err(broken)?;
         let (response, send) = requests.send_request(request, false).map_err(broken)?;
         drop(requests);
@@ -207,6 +200,7 @@ impl<I: Identities + 'static> Outbound<I> {
         if status != StatusCode::OK {
             return Err(Error::Refused { to, status });
         }
+        lease.0.hear(response.headers());
         Ok(Stream {
             send,
             recv: response.into_body(),

@@ -12,10 +12,12 @@ use std::{
 };
 
 use h2::{Ping, PingPong};
+use http::HeaderMap;
 use identity::Verifier;
+use relay::Baggage;
 use tokio::sync::Notify;
 
-use super::{error::Error, guard::PeerState, tls::VerifiedPeer};
+use super::{error::Error, guard::PeerState, headers, tls::VerifiedPeer};
 
 /// An established tunnel.
 #[derive(Debug)]
@@ -35,6 +37,7 @@ pub struct Tunnel {
     ended: AtomicBool,
     end: Notify,
     failure: OnceLock<Error>,
+    told: OnceLock<Option<Arc<Baggage>>>,
 }
 
 impl Tunnel {
@@ -68,6 +71,17 @@ impl Tunnel {
     pub fn fail(&self, error: Error) {
         // Keeps the first error, which is the cause of later ones.
         let _ = self.failure.set(error);
+    }
+
+    /// Reads what the peer says about its workload in the headers of the tunnel's first stream, and ignores those of later streams:
+    /// a tunnel leads to or from one workload.
+    pub fn hear(&self, headers: &HeaderMap) {
+        self.told.get_or_init(|| headers::baggage(headers));
+    }
+
+    /// Returns what the peer says about its workload.
+    pub fn told(&self) -> Option<Arc<Baggage>> {
+        self.told.get().cloned().flatten()
     }
 
     /// Returns whether the tunnel takes no further streams.
@@ -157,6 +171,7 @@ impl Registry {
             ended: AtomicBool::new(false),
             end: Notify::new(),
             failure: OnceLock::new(),
+            told: OnceLock::new(),
         });
         let namespace = namespace.map(Box::<str>::from);
         if let Some(namespace) = namespace.clone() {

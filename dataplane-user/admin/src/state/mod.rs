@@ -17,7 +17,6 @@ use model::{Leaving, Problem, WorkloadName, authorization::PolicyName};
 use plan::{Served, enrol::Enrolment};
 use prometheus_client::metrics::{counter::Counter, histogram::Histogram};
 use proxy::Observer;
-use relay::Party;
 use source::Health;
 use tokio::sync::watch;
 
@@ -312,13 +311,8 @@ impl State {
         let snapshot = self.served().snapshot;
         // Not only on request, because pools may belong to other services by then.
         let mut direct = self.direct();
-        let captured: Vec<_> = direct.workloads().map(Party::of).collect();
         direct.forget(
             |name| names.contains(name) || snapshot.workloads.contains_key(name),
-            || {
-                let all = snapshot.workloads.values().map(Party::of);
-                all.chain(captured).collect()
-            },
             Instant::now(),
         )
     }

@@ -133,15 +133,19 @@ impl Service {
     /// The endpoints that are the Service's own, each with the port's protocol: not those of a route's backends, and none
     /// of a ServiceEntry, whose endpoints are reached by its addresses only.
     pub fn own_endpoints(&self) -> impl Iterator<Item = (Protocol, &Endpoint)> {
+        self.own_ports().flat_map(|port| {
+            let endpoints = port.endpoints.iter();
+            endpoints.map(|endpoint| (port.protocol, endpoint))
+        })
+    }
+
+    /// The ports with [`Service::own_endpoints`].
+    pub fn own_ports(&self) -> impl Iterator<Item = &ServicePort> {
         let ports = self.ports.iter().enumerate();
         let ports = ports.filter(|_| self.kind != ServiceType::Entry);
-        ports.flat_map(|(index, port)| {
-            let own = match &port.split {
-                None => Some(port),
-                Some(split) => split.own.ports.get(index),
-            };
-            let endpoints = own.into_iter().flat_map(|port| &port.endpoints);
-            endpoints.map(|endpoint| (port.protocol, endpoint))
+        ports.filter_map(|(index, port)| match &port.split {
+            None => Some(port),
+            Some(split) => split.own.ports.get(index),
         })
     }
 }

@@ -34,6 +34,8 @@ pub struct Line {
     src_namespace: Option<String>,
     #[serde(rename = "src.identity", skip_serializing_if = "Option::is_none")]
     src_identity: Option<String>,
+    #[serde(rename = "src.cluster", skip_serializing_if = "Option::is_none")]
+    src_cluster: Option<String>,
     #[serde(rename = "dst.addr")]
     dst_addr: SocketAddr,
     #[serde(rename = "dst.hbone_addr", skip_serializing_if = "Option::is_none")]
@@ -46,6 +48,8 @@ pub struct Line {
     dst_namespace: Option<String>,
     #[serde(rename = "dst.identity", skip_serializing_if = "Option::is_none")]
     dst_identity: Option<String>,
+    #[serde(rename = "dst.cluster", skip_serializing_if = "Option::is_none")]
+    dst_cluster: Option<String>,
     direction: &'static str,
     bytes_sent: u64,
     bytes_recv: u64,
@@ -54,8 +58,8 @@ pub struct Line {
     error: Option<String>,
 }
 
-/// A side of a connection: workload, namespace and identity.
-type Side = [Option<String>; 3];
+/// A side of a connection: workload, namespace, identity and cluster.
+type Side = [Option<String>; 4];
 
 impl Line {
     /// Returns the line of a connection.
@@ -70,18 +74,32 @@ impl Line {
                 name.map(|name| name.name().to_owned()),
                 name.map(|name| name.namespace().to_owned()),
                 identity.map(ToString::to_string),
+                name.map(|_| record.cluster.name.to_string()),
             ]
         };
         let own = side(Some(&record.workload), principals.map(|of| &of.own));
-        let peer = principals.and_then(|of| of.peer.as_ref());
-        let peer = side(record.peer.as_deref(), peer);
+        let identity = principals.and_then(|of| of.peer.as_ref());
+        let mut peer = side(record.peer.as_deref(), identity);
+        if record.peer.is_none()
+            && let Some(told) = principals.and_then(|of| of.told.as_ref())
+        {
+            let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+            let namespace = identity.map(|of| of.namespace().to_owned());
+            let [workload, cluster] = [&told.service, &told.cluster].map(|text| some(text));
+            peer = [
+                workload,
+                namespace,
+                identity.map(ToString::to_string),
+                cluster,
+            ];
+        }
         let [client, server] = record.bytes;
         let ((src, dst), (bytes_sent, bytes_recv)) = match record.direction {
             Direction::Outbound => ((own, peer), (client, server)),
             Direction::Inbound => ((peer, own), (server, client)),
         };
-        let [src_workload, src_namespace, src_identity] = src;
-        let [dst_workload, dst_namespace, dst_identity] = dst;
+        let [src_workload, src_namespace, src_identity, src_cluster] = src;
+        let [dst_workload, dst_namespace, dst_identity, dst_cluster] = dst;
         let endpoint = record.endpoint.unwrap_or(record.destination);
         let error = record.error();
         let error =
@@ -95,6 +113,7 @@ impl Line {
             src_workload,
             src_namespace,
             src_identity,
+            src_cluster,
             dst_addr: match (tunnelled, record.authority, record.direction) {
                 (Some(_), None, _) | (Some(_), _, Direction::Inbound) => {
                     SocketAddr::new(endpoint.ip(), HBONE)
@@ -102,13 +121,11 @@ impl Line {
                 _ => endpoint,
             },
             dst_hbone_addr: tunnelled.map(|_| record.authority.unwrap_or(endpoint)),
-            dst_service: record.target.as_ref().map(|target| {
-                let service = target.service();
-                format!("{}.{}.svc", service.name(), service.namespace())
-            }),
+            dst_service: (record.service.as_ref()).map(|service| record.cluster.host(service)),
             dst_workload,
             dst_namespace,
             dst_identity,
+            dst_cluster,
             direction: record.direction.word(),
             bytes_sent,
             bytes_recv,
@@ -134,6 +151,7 @@ impl Line {
             ("src.workload", quoted(&self.src_workload)),
             ("src.namespace", quoted(&self.src_namespace)),
             ("src.identity", quoted(&self.src_identity)),
+            ("src.cluster", quoted(&self.src_cluster)),
             ("dst.addr", shown(&self.dst_addr)),
             (
                 "dst.hbone_addr",
@@ -143,6 +161,7 @@ impl Line {
             ("dst.workload", quoted(&self.dst_workload)),
             ("dst.namespace", quoted(&self.dst_namespace)),
             ("dst.identity", quoted(&self.dst_identity)),
+            ("dst.cluster", quoted(&self.dst_cluster)),
             ("direction", shown(&format_args!("{:?}", self.direction))),
             ("bytes_sent", shown(&self.bytes_sent)),
             ("bytes_recv", shown(&self.bytes_recv)),
@@ -164,7 +183,7 @@ mod tests {
         time::{Duration, SystemTime},
     };
 
-    use model::{Identity, Place, WorkloadName};
+    use model::{Identity, Place, ServiceName, WorkloadName};
 
     use super::*;
     use crate::labels::Principals;
@@ -186,7 +205,8 @@ mod tests {
             destination: at("10.96.0.1:80"),
             endpoint: Some(at("10.0.0.2:8080")),
             authority: None,
-            target: None,
+            service: Some(ServiceName::new("shop", "api")),
+            cluster: Arc::default(),
             bytes: [3, 4],
             duration: Duration::from_micros(12_900),
             flag: Flag::None,
@@ -195,6 +215,7 @@ mod tests {
                 own: identity("own"),
                 peer: Some(identity("peer")),
                 is_attested: false,
+                told: None,
             })),
             peer: Some(workload("peer")),
             denied: None,
@@ -212,9 +233,9 @@ mod tests {
         assert_eq!(
             text(&record(Direction::Outbound)),
             "1970-01-01T00:00:00.000000Z\tinfo\taccess\tconnection complete\tsrc.addr=10.0.0.1:4000 src.workload=\"own\" \
-             src.namespace=\"shop\" src.identity=\"spiffe://cluster.local/ns/shop/sa/own\" dst.addr=10.0.0.2:15008 \
-             dst.hbone_addr=10.0.0.2:8080 dst.workload=\"peer\" dst.namespace=\"shop\" \
-             dst.identity=\"spiffe://cluster.local/ns/shop/sa/peer\" direction=\"outbound\" bytes_sent=3 bytes_recv=4 \
+             src.namespace=\"shop\" src.identity=\"spiffe://cluster.local/ns/shop/sa/own\" src.cluster=\"Kubernetes\" \
+             dst.addr=10.0.0.2:15008 dst.hbone_addr=10.0.0.2:8080 dst.service=\"api.shop.svc.cluster.local\" dst.workload=\"peer\" dst.namespace=\"shop\" \
+             dst.identity=\"spiffe://cluster.local/ns/shop/sa/peer\" dst.cluster=\"Kubernetes\" direction=\"outbound\" bytes_sent=3 bytes_recv=4 \
              duration=\"12ms\"\n"
         );
         let mut through = record(Direction::Outbound);
@@ -228,10 +249,11 @@ mod tests {
         assert!(text(&through).contains(addresses), "{}", text(&through));
         let mut plain = record(Direction::Inbound);
         (plain.principals, plain.peer, plain.flag) = (None, None, Flag::ClientReset);
+        plain.service = None;
         assert_eq!(
             text(&plain),
             "1970-01-01T00:00:00.000000Z\terror\taccess\tconnection complete\tsrc.addr=10.0.0.1:4000 \
-             dst.addr=10.0.0.2:8080 dst.workload=\"own\" dst.namespace=\"shop\" direction=\"inbound\" bytes_sent=4 \
+             dst.addr=10.0.0.2:8080 dst.workload=\"own\" dst.namespace=\"shop\" dst.cluster=\"Kubernetes\" direction=\"inbound\" bytes_sent=4 \
              bytes_recv=3 duration=\"12ms\" error=\"DC\"\n"
         );
     }
@@ -248,11 +270,14 @@ mod tests {
             "src.workload": "peer",
             "src.namespace": "shop",
             "src.identity": "spiffe://cluster.local/ns/shop/sa/peer",
+            "src.cluster": "Kubernetes",
             "dst.addr": "10.0.0.2:15008",
             "dst.hbone_addr": "10.0.0.2:8080",
+            "dst.service": "api.shop.svc.cluster.local",
             "dst.workload": "own",
             "dst.namespace": "shop",
             "dst.identity": "spiffe://cluster.local/ns/shop/sa/own",
+            "dst.cluster": "Kubernetes",
             "direction": "inbound",
             "bytes_sent": 4,
             "bytes_recv": 3,

@@ -6,7 +6,7 @@ use std::{
     io::{self, Write},
     net::SocketAddr,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
         mpsc::{Receiver, SyncSender, sync_channel},
     },
@@ -15,17 +15,13 @@ use std::{
 };
 
 use jiff::Timestamp;
-use model::Workload;
+use model::{Cluster, ServiceName, Workload};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use threads::{Deaths, may_panic};
+use serde_json::Value;
+use threads::{Deaths, Recent, may_panic};
 
-use super::{
-    direction::Direction,
-    index::{Denied, Target},
-    labels::Principals,
-    outcome::Flag,
-};
+use super::{direction::Direction, index::Denied, labels::Principals, outcome::Flag};
 
 /// The maximum number of records that wait to be written. Further records are left out, because a log
 /// that cannot be written must not hold up connections.
@@ -69,8 +65,10 @@ pub struct Record {
     pub endpoint: Option<SocketAddr>,
     /// The destination of the stream, if the endpoint is a waypoint.
     pub authority: Option<SocketAddr>,
-    /// The service's port, if the destination was one.
-    pub target: Option<Arc<Target>>,
+    /// The service that the client addressed.
+    pub service: Option<ServiceName>,
+    /// The cluster, whose names some formats have.
+    pub cluster: Arc<Cluster>,
     /// From the client to the endpoint, and back.
     pub bytes: [u64; 2],
     /// From accept to the end.
@@ -137,7 +135,7 @@ impl Line {
             direction: record.direction.word(),
             src: record.client.to_string(),
             dst: record.destination.to_string(),
-            service: record.target.as_ref().map(|t| t.service().to_string()),
+            service: record.service.as_ref().map(ToString::to_string),
             endpoint: record.endpoint.map(|endpoint| endpoint.to_string()),
             peer: peer.map(ToString::to_string),
             security: is_attested.then_some("attested"),
@@ -188,6 +186,9 @@ impl Line {
 pub struct Log {
     sender: Option<SyncSender<Option<Record>>>,
     lost: AtomicU64,
+    cluster: OnceLock<Arc<Cluster>>,
+    /// Refused connections, as lines in JSON.
+    pub refusals: Recent<Value>,
 }
 
 impl Log {
@@ -201,25 +202,48 @@ impl Log {
         out: impl Write + Send + 'static,
         deaths: Deaths,
     ) -> io::Result<(Self, Option<JoinHandle<Option<()>>>)> {
-        let lost = AtomicU64::new(0);
+        let mut log = Self {
+            sender: None,
+            lost: AtomicU64::new(0),
+            cluster: OnceLock::new(),
+            refusals: Recent::default(),
+        };
         if format == AccessLog::Off {
-            return Ok((Self { sender: None, lost }, None));
+            return Ok((log, None));
         }
         let (sender, records) = sync_channel(QUEUE);
         let writer = threads::start("access-log", deaths, move || {
             write_all(&records, format, out);
         })?;
-        let sender = Some(sender);
-        Ok((Self { sender, lost }, Some(writer)))
+        log.sender = Some(sender);
+        Ok((log, Some(writer)))
     }
 
-    /// Whether records are written.
-    pub fn is_on(&self) -> bool {
-        self.sender.is_some()
+    /// Sets the cluster of records. Only the first call has an effect: the settings have the names of the cluster.
+    pub(super) fn set_cluster(&self, cluster: &Arc<Cluster>) {
+        self.cluster.get_or_init(|| Arc::clone(cluster));
+    }
+
+    /// Returns the cluster of records.
+    pub(super) fn cluster(&self) -> Arc<Cluster> {
+        self.cluster.get().cloned().unwrap_or_default()
+    }
+
+    fn shows(&self, flag: Flag) -> bool {
+        flag.is_refusal() && self.refusals.begin().is_some()
+    }
+
+    /// Whether the record of a connection with this outcome is written, or shown to a reader of refusals.
+    pub fn wants(&self, flag: Flag) -> bool {
+        self.sender.is_some() || self.shows(flag)
     }
 
     /// Leaves a record.
     pub fn record(&self, record: Record) {
+        if self.shows(record.flag) {
+            let line = serde_json::to_value(Line::of(&record));
+            self.refusals.put(line.unwrap_or_default());
+        }
         if let Some(sender) = &self.sender
             && sender.try_send(Some(record)).is_err()
         {
@@ -307,7 +331,8 @@ mod tests {
                 destination: at(2),
                 endpoint: None,
                 authority: None,
-                target: None,
+                service: None,
+                cluster: Arc::default(),
                 bytes: [3, 4],
                 duration: Duration::from_micros(1500),
                 flag: Flag::ConnectFailure,

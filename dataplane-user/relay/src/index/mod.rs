@@ -14,7 +14,7 @@ use std::{
 };
 
 use imbl::ordmap::DiffItem;
-use model::{Protocol, Service, Snapshot, Workload};
+use model::{Protocol, Service, ServiceName, Snapshot, Workload};
 use smallvec::SmallVec;
 
 use self::{
@@ -159,6 +159,22 @@ impl Index {
     /// Returns all workloads with an address.
     pub fn workloads_at(&self, addr: IpAddr) -> &[Arc<Workload>] {
         self.workloads.get(&addr).map_or(&[], |all| all)
+    }
+
+    /// Returns the service with a name in DNS, if `at` is one of its own endpoints.
+    pub fn service_of(&self, host: &str, at: SocketAddr) -> Option<ServiceName> {
+        let (name, host) = host.split_once('.')?;
+        let (namespace, host) = host.split_once('.')?;
+        if *host.strip_prefix("svc.")? != *self.snapshot.cluster.domain {
+            return None;
+        }
+        let service = (self.snapshot.services).get(&ServiceName::new(namespace, name))?;
+        let mut ports = service.own_ports();
+        let is_own = ports.any(|port| {
+            let found = (port.endpoints).binary_search_by_key(&at, |of| (of.addr, of.port).into());
+            port.protocol == Protocol::Tcp && found.is_ok()
+        });
+        is_own.then(|| service.name.clone())
     }
 
     /// Looks a destination up. A service's exact address and port comes before anything else with the
@@ -350,6 +366,41 @@ mod tests {
         assert_ne!(client(&index, "192.0.2.1"), client(&index, "192.0.2.2"));
         let index = index.updated(Snapshot::default());
         assert_eq!(client(&index, "fd00:1::9"), client(&index, "fd00:1::a"));
+    }
+
+    #[test]
+    fn a_host_is_a_service_only_if_the_destination_is_its_endpoint() {
+        let mut service = Service::new(
+            ServiceName::new("shop", "web"),
+            model::ServiceType::ClusterIp,
+        );
+        for (number, protocol) in [(80, Protocol::Tcp), (53, Protocol::Udp)] {
+            let mut port = model::ServicePort::new(number, protocol);
+            let endpoint = |ip: &str| model::Endpoint::new(ip.parse().unwrap(), 8000 + number);
+            port.endpoints = ["10.0.0.1", "10.0.0.7", "fd00::1"].map(endpoint).into();
+            service.ports.push(port);
+        }
+        let name = service.name.clone();
+        let index = Index::default().updated(Snapshot {
+            services: [(name, Arc::new(service))].into_iter().collect(),
+            ..Snapshot::default()
+        });
+        let host = "web.shop.svc.cluster.local";
+        for (host, at, is_it) in [
+            (host, "10.0.0.7:8080", true),
+            (host, "[fd00::1]:8080", true),
+            (host, "10.0.0.7:8081", false),
+            (host, "10.0.0.2:8080", false),
+            (host, "10.0.0.7:8053", false),
+            ("web.shop.svc.cluster.example", "10.0.0.7:8080", false),
+            ("api.shop.svc.cluster.local", "10.0.0.7:8080", false),
+            ("web.shop.pod.cluster.local", "10.0.0.7:8080", false),
+            ("web.shop.svc", "10.0.0.7:8080", false),
+            ("", "10.0.0.7:8080", false),
+        ] {
+            let found = index.service_of(host, at.parse().unwrap());
+            assert_eq!(found.is_some(), is_it, "{host} {at}");
+        }
     }
 
     /// An address that a pod with HBONE shares with another pod is not reached in plaintext.

@@ -7,9 +7,10 @@ use std::{
     time::Instant,
 };
 
+use http::HeaderMap;
 use model::{Binding, Identity};
 use relay::{
-    Attached, Client, Direction, Exceeded, Flag, Permit, Session,
+    Attached, Baggage, Client, Direction, Exceeded, Flag, Permit, Session,
     socket::{self, From, Manner},
 };
 use tokio::{io::AsyncWriteExt as _, net::TcpStream, time::timeout};
@@ -18,6 +19,7 @@ use super::{
     super::{
         copy::{CloseReason, Flow},
         error::Error,
+        headers,
         inbound::{Accepted, Inbound, Refusal, Request},
     },
     Shared,
@@ -96,7 +98,14 @@ impl Arrive {
         if let Some((gateway, _)) = bound {
             session.arrives(gateway, authority);
         }
-        session.prove(self.own.clone(), request.peer);
+        session.prove(self.own.clone(), request.peer, request.said.baggage);
+        if let Some(host) = &request.said.host {
+            session.name_service(host, &index);
+        }
+        if let Some(trace) = request.said.trace {
+            let name = &self.attached.workload.name;
+            tracing::debug!("{name}: connection {trace} from {client} to {authority}");
+        }
         if !self.attached.workload.addresses.contains(&destination.ip()) {
             let text = "the peer asks for an address that the workload does not have";
             session.failed(io::Error::other(text));
@@ -195,6 +204,11 @@ impl Inbound for Arrive {
             flow,
             done: Box::new(move |ended: CloseReason| entry.end(ended)),
         })
+    }
+
+    fn headers(&self) -> HeaderMap {
+        let (_, index) = self.shared.relay.index();
+        headers::answer(&Baggage::text(&self.attached.workload, index.snapshot()))
     }
 
     fn client(&self, ip: IpAddr) -> Client {

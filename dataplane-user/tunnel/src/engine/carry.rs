@@ -2,11 +2,11 @@
 
 use std::{io, iter, sync::Arc};
 
-use http::{HeaderValue, Uri};
+use http::Uri;
 use identity::Identities;
 use model::Workload;
 use relay::{
-    Direction, Flag, Handed, Session, Way,
+    Baggage, Direction, Flag, Handed, Index, Session, Way,
     socket::{self, Manner},
 };
 use tokio::{io::Interest, net::TcpStream};
@@ -14,6 +14,7 @@ use tokio::{io::Interest, net::TcpStream};
 use super::{
     super::{
         copy::Stream,
+        headers::{self, Trace},
         outbound::{Connect, Dial, Outbound},
         pool::Key,
     },
@@ -92,10 +93,11 @@ async fn connect<I: Identities + 'static>(
     loop {
         let (_, index) = shared.relay.index();
         let (flag, error) = match session.way(&index) {
-            Way::Tunnel(workload) => match request(shared, session, &workload) {
+            Way::Tunnel(workload) => match request(shared, session, &index, &workload) {
                 Ok(wanted) => match outbound.connect(&wanted).await {
                     Ok(stream) => {
-                        session.prove(wanted.key.source, stream.peer().clone());
+                        let told = stream.told();
+                        session.prove(wanted.key.source, stream.peer().clone(), told);
                         session.reached(&index);
                         return Ok(stream);
                     }
@@ -133,7 +135,12 @@ async fn connect<I: Identities + 'static>(
 }
 
 /// Returns the parameters of the stream to the session's endpoint, which is in the workload `to`.
-fn request(shared: &Arc<Shared>, session: &Session, to: &Workload) -> io::Result<Connect> {
+fn request(
+    shared: &Arc<Shared>,
+    session: &Session,
+    index: &Index,
+    to: &Workload,
+) -> io::Result<Connect> {
     let domain = &shared.manner.trust_domain;
     let attached = session.attached();
     let identity = |workload: &Workload| {
@@ -148,6 +155,14 @@ fn request(shared: &Arc<Shared>, session: &Session, to: &Workload) -> io::Result
     let further = session.further_identities();
     let authority = session.authority().to_string();
     let authority: Uri = authority.parse().map_err(io::Error::other)?;
+    let client = (own, session.client().port()).into();
+    let snapshot = index.snapshot();
+    // Host ports of Pods have no name in DNS.
+    let service = session.service().filter(|of| !of.name().contains(':'));
+    let host = service.map(|service| snapshot.cluster.host(service));
+    let (trace, name) = (Trace::new(), &attached.workload.name);
+    tracing::debug!("{name}: connection {trace} from {client} to {authority}");
+    let baggage = Baggage::text(&attached.workload, snapshot);
     Ok(Connect {
         key: Key {
             attachment: attached.id,
@@ -161,8 +176,7 @@ fn request(shared: &Arc<Shared>, session: &Session, to: &Workload) -> io::Result
         },
         dial: dialling(shared, session),
         authority,
-        client: Some((own, session.client().port()).into()),
-        baggage: baggage(&attached.workload),
+        headers: headers::request(client, host.as_deref(), trace, &baggage),
     })
 }
 
@@ -177,18 +191,4 @@ fn dialling(shared: &Shared, session: &Session) -> Dial {
         };
         Box::pin(async move { dial(&attached, to, manner).await })
     })
-}
-
-/// Returns the header `baggage` with the names of the client, as Istio's proxies send it. For these, `k8s.pod.name`,
-/// `k8s.deployment.name` and others are the same field, and the last one counts: so there is only one of them.
-pub(super) fn baggage(workload: &Workload) -> Option<HeaderValue> {
-    let telemetry = &workload.telemetry;
-    let text = format!(
-        "k8s.namespace.name={},k8s.deployment.name={},service.name={},service.version={}",
-        workload.name.namespace(),
-        telemetry.workload,
-        telemetry.canonical_service,
-        telemetry.canonical_revision,
-    );
-    HeaderValue::try_from(text).ok()
 }

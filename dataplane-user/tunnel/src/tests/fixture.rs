@@ -29,6 +29,7 @@ use crate::{
     Settings, Tunnels,
     copy::{CloseReason, Flow, Stream},
     error::Error,
+    headers::{self, Trace},
     inbound::{Accepted, Inbound, Listening, Refusal, Request},
     outbound::{Connect, Dial},
     pool::Key,
@@ -216,6 +217,10 @@ impl Inbound for Server {
         })
     }
 
+    fn headers(&self) -> http::HeaderMap {
+        http::HeaderMap::new()
+    }
+
     fn client(&self, ip: IpAddr) -> Client {
         Client::Address(ip)
     }
@@ -323,8 +328,12 @@ pub fn to(at: SocketAddr, application: SocketAddr) -> Connect {
         },
         dial: dial(),
         authority: application.to_string().parse().unwrap(),
-        client: Some("10.0.0.1:4000".parse().unwrap()),
-        baggage: Some("k8s.cluster.name=c".parse().unwrap()),
+        headers: headers::request(
+            "10.0.0.1:4000".parse().unwrap(),
+            Some("web.shop.svc.cluster.local"),
+            Trace::new(),
+            "k8s.cluster.name=c",
+        ),
     }
 }
 

@@ -83,8 +83,16 @@ fn a_request_has_the_clients_address_and_names() {
         };
         assert_eq!(request.method(), Method::CONNECT);
         assert_eq!(request.uri().to_string(), at.to_string());
-        assert_eq!(request.headers()["forwarded"], "for=\"10.0.0.1:4000\"");
+        assert_eq!(
+            request.headers()["forwarded"],
+            "for=\"10.0.0.1:4000\";host=web.shop.svc.cluster.local"
+        );
         assert_eq!(request.headers()["baggage"], "k8s.cluster.name=c");
+        let trace = request.headers()["traceparent"].to_str().unwrap();
+        assert!(
+            trace.starts_with("00-") && trace.ends_with("-00"),
+            "{trace}"
+        );
     });
 }
 

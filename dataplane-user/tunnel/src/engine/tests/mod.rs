@@ -21,7 +21,7 @@ use relay::{Attachment, Direction, Namespace};
 use smallvec::smallvec;
 use threads::none_dies;
 
-use super::{Engine, Manner, carry::baggage};
+use super::{Engine, Manner};
 use crate::{
     Tunnels,
     error::Error,
@@ -363,16 +363,6 @@ fn tunnels_to_a_workload_end_with_it() {
     assert!(
         lines.iter().any(|line| line.contains("flags=TLS_FAILURE")),
         "{lines:?}"
-    );
-}
-
-#[test]
-fn a_workload_has_one_name_in_the_baggage() {
-    let mut of = Workload::clone(&workload("web-7d4b9c6f5-x2x4z", &[]));
-    of.telemetry = model::Telemetry::new("web", None);
-    assert_eq!(
-        baggage(&of).unwrap(),
-        "k8s.namespace.name=shop,k8s.deployment.name=web,service.name=web,service.version=latest"
     );
 }
 

@@ -32,6 +32,10 @@ impl Inbound for Gate {
         })
     }
 
+    fn headers(&self) -> http::HeaderMap {
+        http::HeaderMap::new()
+    }
+
     fn client(&self, ip: IpAddr) -> Client {
         Client::Address(ip)
     }

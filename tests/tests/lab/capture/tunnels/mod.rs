@@ -2,6 +2,7 @@
 
 mod auto;
 mod gate;
+mod looking;
 mod same_node;
 mod sandwich;
 mod waypoints;
@@ -21,6 +22,7 @@ use self::{
     same_node::{
         pods_of_a_node_need_no_annotation, two_workloads_of_a_node_need_no_tunnel_with_attest,
     },
+    looking::{istioctl_reads_the_dump, monitor_shows_what_the_proxy_refuses},
     sandwich::a_captured_waypoint_learns_the_client_by_a_proxy_header,
     waypoints::{
         a_waypoint_that_cannot_be_used_is_passed_only_by_the_operators_word,
@@ -51,6 +53,8 @@ scenarios! {
     no_flip_of_a_slice_sends_plaintext,
     two_workloads_of_a_node_need_no_tunnel_with_attest,
     pods_of_a_node_need_no_annotation,
+    monitor_shows_what_the_proxy_refuses,
+    istioctl_reads_the_dump,
 }
 
 /// Plaintext that each request of `probe http` has.

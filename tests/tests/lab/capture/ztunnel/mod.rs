@@ -1,5 +1,6 @@
 //! Tunnels between the agent and Istio's ztunnel, both ways. The environment variable `ZTUNNEL_BIN` names ztunnel's program.
 
+mod said;
 mod world;
 
 use std::{
@@ -18,7 +19,10 @@ use dataplane_tests::{
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use self::world::{APP, FAR, World};
+use self::{
+    said::both_say_the_same_of_a_connection,
+    world::{APP, FAR, World},
+};
 use crate::{
     cluster::{ask, eventually, lived, reaches, sources_are},
     metrics::Metrics,
@@ -32,6 +36,7 @@ scenarios! {
     more_streams_than_a_tunnel_takes,
     each_side_refuses_as_the_other_expects,
     either_side_may_restart,
+    both_say_the_same_of_a_connection,
 }
 
 /// What leads from `app` to `far`, and back.
@@ -40,11 +45,20 @@ const TO_APP: [&str; 3] = ["10.244.1.8:80", "10.96.0.11:80", "[fd00:10:244:1::8]
 
 /// Runs a scenario if there is a ztunnel.
 fn with(name: &str, scenario: impl FnOnce(World) -> Result<()>) -> Result<()> {
+    with_log(name, "text", scenario)
+}
+
+/// As [`with`], with this format of the agent's access log.
+fn with_log(
+    name: &str,
+    access_log: &str,
+    scenario: impl FnOnce(World) -> Result<()>,
+) -> Result<()> {
     let Some(program) = std::env::var_os("ZTUNNEL_BIN") else {
         println!("skipped capture::ztunnel::{name}: ZTUNNEL_BIN names no program");
         return Ok(());
     };
-    scenario(World::new(program.into())?)
+    scenario(World::new(program.into(), access_log)?)
 }
 
 fn pods_beside_ztunnel_and_ours_reach_each_other() -> Result<()> {

@@ -29,6 +29,8 @@ pub struct World {
     pub agent: Agent,
     ztunnel: Option<Process>,
     program: PathBuf,
+    /// Whether ztunnel knows `app` by its control plane.
+    pub knows_app: bool,
     manifests: Manifests,
     _servers: Vec<Process>,
     _authority: Runtime,
@@ -37,7 +39,8 @@ pub struct World {
 }
 
 impl World {
-    pub fn new(program: PathBuf) -> Result<Self> {
+    /// `access_log`: the format of the agent's access log.
+    pub fn new(program: PathBuf, access_log: &str) -> Result<Self> {
         let lab = Lab::builder()
             .node("node1")
             .node("node2")
@@ -48,7 +51,11 @@ impl World {
         let state = tempfile::tempdir()?;
         let directory = state.path().join("ca");
         let identity = json!({ "source": { "ca": { "directory": directory } } });
-        let mesh = json!({ "identity": identity, "rules": { "mode": "proxy" } });
+        let mesh = json!({
+            "identity": identity,
+            "rules": { "mode": "proxy" },
+            "proxy": { "accessLog": access_log },
+        });
         let manifests = Manifests::new(&[])?;
         let agent = lab.agent("node1").in_the_nodes_cgroup().sockets_only();
         let agent = agent.manifests(manifests.path());
@@ -58,6 +65,7 @@ impl World {
             agent,
             ztunnel: None,
             program,
+            knows_app: true,
             manifests,
             _servers: servers.into_iter().collect::<Result<_>>()?,
             _authority: ztunnel::serve(lab.pod("far"), &directory)?,
@@ -95,8 +103,25 @@ impl World {
         moved["status"]["podIPs"] = json!([{ "ip": "10.244.2.99" }]);
         let web = Service::new("web", &["10.96.0.10"]).port("http", 80, 80);
         let web = web.endpoints(&[self.far()]);
-        let objects = [&[pod(self.app()), pod(self.far()), moved][..], policies].concat();
-        Ok(self.manifests.write_with(&[web], &objects)?)
+        let back = Service::new("back", &["10.96.0.11"]).port("http", 80, 80);
+        let back = back.endpoints(&[self.app()]);
+        let node = json!({
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {
+                "name": "node1",
+                "labels": {
+                    "topology.kubernetes.io/region": "east",
+                    "topology.kubernetes.io/zone": "east-1",
+                },
+            },
+        });
+        let objects = [
+            &[node, pod(self.app()), pod(self.far()), moved][..],
+            policies,
+        ]
+        .concat();
+        Ok(self.manifests.write_with(&[web, back], &objects)?)
     }
 
     /// Has connections of `far` go to ztunnel, as Istio's CNI plug-in does, and makes 10.244.2.99 an address of `far` at
@@ -148,6 +173,12 @@ impl World {
         let workload = |of: &Host, service: &str| {
             let mut workload = ztunnel::workload(of);
             workload["services"] = json!({ service: { "80": 80 } });
+            workload["clusterId"] = "Kubernetes".into();
+            for key in ["workloadName", "canonicalName"] {
+                workload[key] = of.name().into();
+            }
+            let place = json!({ "region": "west", "zone": "west-1", "subzone": "" });
+            workload["locality"] = place;
             workload
         };
         let service = |name: &str, vip: &str| {
@@ -172,11 +203,18 @@ impl World {
                 "dryRun": false,
             })
         });
+        let mut workloads = vec![workload(
+            self.far(),
+            "default/web.default.svc.cluster.local",
+        )];
+        if self.knows_app {
+            workloads.push(workload(
+                self.app(),
+                "default/back.default.svc.cluster.local",
+            ));
+        }
         json!({
-            "workloads": [
-                workload(self.app(), "default/back.default.svc.cluster.local"),
-                workload(self.far(), "default/web.default.svc.cluster.local"),
-            ],
+            "workloads": workloads,
             "services": [service("back", "10.96.0.11"), service("web", "10.96.0.10"), by_waypoint],
             "policies": policies.collect::<Vec<_>>(),
         })
@@ -186,7 +224,7 @@ impl World {
         self.state.path().join("ztunnel.log")
     }
 
-    fn log_text(&self) -> String {
+    pub fn log_text(&self) -> String {
         fs::read_to_string(self.log()).unwrap_or_default()
     }
 
