@@ -269,6 +269,38 @@ fn no_host_gets_the_number_of_an_address_that_a_control_plane_has_assigned() {
     }
 }
 
+/// Each line has the numbers of hosts, of removed hosts, and of a control plane, and how many numbers they are.
+#[test]
+fn a_number_that_is_taken_twice_is_one_number() {
+    let number = |number: &u16| Number::new(*number).unwrap();
+    for (held, gone, foreign, taken) in [
+        (&[][..], &[][..], &[][..], 0),
+        (&[1, 2, 3], &[4, 5], &[6], 6),
+        (&[1, 2, 3], &[4, 5], &[3, 6], 6),
+        (&[1, 2, 3], &[4, 5], &[4, 6], 6),
+    ] {
+        let mut vips = Vips::new([]);
+        for of in held {
+            vips.holders.insert(number(of), entry((*of).into()).0);
+        }
+        for of in gone {
+            vips.gone.insert(number(of), entry((*of).into()).0, NOW);
+        }
+        for of in foreign {
+            vips.foreign(number(of).addresses()[0], true);
+        }
+        let mut left = vips.left();
+        assert_eq!(
+            left,
+            NUMBERS as usize - taken,
+            "{held:?} {gone:?} {foreign:?}"
+        );
+        // The caller counts on.
+        assert!(vips.free(&entry(9).0, &mut left).is_some());
+        assert_eq!(left, NUMBERS as usize - taken - 1);
+    }
+}
+
 /// Each line has the age of an entry in seconds, for how long its host has waited, whether the host had a number a moment ago, and
 /// whether it waits.
 #[test]

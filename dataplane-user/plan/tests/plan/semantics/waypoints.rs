@@ -96,6 +96,14 @@ fn services_with_a_waypoint_are_reached_through_the_proxy() {
         service("free", &["10.96.0.2"], &["10.0.0.2"]),
     ]);
     last.istio.namespaces.insert("test".into(), Arc::new(of));
+    // The endpoint of the service is a Pod that speaks HBONE itself.
+    let pod = Workload {
+        addresses: ips(&["10.0.0.1"]),
+        speaks_hbone: true,
+        ..Workload::new(WorkloadName::new("test", "web-1"), Place::Elsewhere)
+    };
+    last.reachable = Some(Arc::default());
+    last.workloads.insert(pod.name.clone(), Arc::new(pod));
     let mut node = Node1::default();
     for (on, traffic, wanted) in [
         (false, "", ""),
