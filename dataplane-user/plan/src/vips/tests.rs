@@ -148,12 +148,15 @@ fn a_tenant_with_too_many_hosts_loses_its_youngest_and_the_others_lose_nothing()
     vips.assign(NOW);
     assert!(vips.is_over(&named("greedy", 69_999).0));
     assert!(!vips.is_over(&named("greedy", 0).0));
+    let given_up = named("greedy", 57_000).0;
+    assert!(vips.number(&given_up).is_some());
     for n in 0..1000 {
         let (host, age) = named("shop", n);
         vips.want(&host, age);
     }
     // The numbers that hosts of the greedy namespace give up stay reserved for a while; there is room beside them.
     vips.assign(NOW + 1);
+    assert!(vips.is_over(&given_up) && vips.number(&given_up).is_none());
     for n in 0..1000 {
         assert!(vips.number(&named("shop", n).0).is_some(), "{n}");
     }
