@@ -130,11 +130,13 @@ mod tests {
 
     /// Returns the member for a pod with the rules `own` under the configuration `all` and `enforced`.
     fn member(all: Rules, enforced: Rules, own: Rules, place: Place) -> Option<Member> {
+        let namespace = Rules::default();
+        layered(all, enforced, Layers { own, namespace }, place)
+    }
+
+    fn layered(all: Rules, enforced: Rules, rules: Layers, place: Place) -> Option<Member> {
         let pod = Workload {
-            rules: Arc::new(Layers {
-                own,
-                namespace: Rules::default(),
-            }),
+            rules: Arc::new(rules),
             ..Workload::new(WorkloadName::new("shop", "web"), place)
         };
         let said = MeshStatements {
@@ -173,6 +175,13 @@ mod tests {
         assert!(label.ineffective[0].contains("Pod shop/web: label istio.io/dataplane-mode"));
         assert!(member_of(allow.clone()).ineffective[0].contains("dataplane.io/egress: allow"));
         assert!(member_of(captured(true)).ineffective.is_empty());
+        // Its own label counts, and that of its namespace does not.
+        let labels = Layers {
+            own: captured(true),
+            namespace: captured(false),
+        };
+        let labelled = layered(denying(), none(), labels, Place::Address).unwrap();
+        assert!(labelled.policy.mode.is_proxied(true) && labelled.ineffective.is_empty());
         let allowed = member(captured(true), none(), allow, Place::Address).unwrap();
         assert!(allowed.ineffective.is_empty());
         // The pod may decide about a setting that the configuration only allows.

@@ -29,6 +29,34 @@ fn numbers_of_workloads_are_not_used_again() {
     assert_eq!(enroller.earlier(), 7);
 }
 
+/// Entries of a Pod that was not inspected stay, but its queries go to its own resolvers.
+#[test]
+fn queries_of_a_pod_that_was_not_inspected_are_not_captured() {
+    let local = Local {
+        workload: 7,
+        resolvers: 9,
+        ..Local::default()
+    };
+    let addr = dataplane_common::Addr::UNSPECIFIED;
+    let mut held = Captured::default();
+    held.locals.insert(addr, local);
+    let mut tables = Captured::default();
+    tables.keep(&held, |workload, _| workload == 7);
+    let wanted = Local {
+        resolvers: 0,
+        ..local
+    };
+    assert_eq!(tables.locals[&addr], wanted);
+}
+
+#[test]
+fn the_node_is_at_its_addresses() {
+    let mut snapshot = Snapshot::default();
+    let addr = std::net::IpAddr::from([10, 0, 0, 1]);
+    Arc::make_mut(&mut snapshot.node).addresses.push(addr);
+    assert_eq!(Member::of_node(&snapshot).workload.addresses[..], [addr]);
+}
+
 /// What an earlier agent's tables hold, and the first numbers of a policy, of a policy of Istio's above those of all agents,
 /// and of a workload. Numbers stay as long as the tables hold them.
 #[test]

@@ -95,7 +95,7 @@ pub(super) fn endpoints(
 
 #[cfg(test)]
 mod tests {
-    use model::{Endpoint, EntryPort, Protocol};
+    use model::{Endpoint, EntryPort, Named, Protocol, Published, Records};
 
     use super::*;
 
@@ -151,5 +151,32 @@ mod tests {
         let at = |host| At::Address([10, 0, 0, host].into());
         let wanted = [(at(1), [8080, 8081], false), (at(2), [8080, 8081], true)];
         assert_eq!(found.collect::<Vec<_>>(), wanted);
+    }
+
+    #[test]
+    fn a_headless_service_has_each_address_once() {
+        let name = ServiceName::new("shop", "db");
+        let published = |host| Published {
+            addr: [10, 0, 0, host].into(),
+            hostname: "".into(),
+            ports: Arc::default(),
+        };
+        let named = Named {
+            headless: true,
+            endpoints: [1, 1, 2].map(published).into(),
+            ..Named::default()
+        };
+        let service = Service {
+            records: Records::Object(named.into()),
+            ..Service::new(name.clone(), ServiceType::ClusterIp)
+        };
+        let services = [(name.clone(), Arc::new(service))].into_iter().collect();
+        let backend = Backend::at([192, 0, 2, 1].into());
+        let found = endpoints(&name, &services, &backend, &[]).unwrap();
+        let found: Vec<_> = found.into_iter().map(|of| of.at).collect();
+        assert_eq!(
+            found,
+            [1, 2].map(|host| At::Address([10, 0, 0, host].into()))
+        );
     }
 }

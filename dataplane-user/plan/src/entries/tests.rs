@@ -1,6 +1,9 @@
 //! Which addresses hosts of entries have, step by step.
 
-use model::{Backend, EntryPort, ExportTo, Host, Location, Protocol, ServiceType};
+use model::{
+    At, Backend, Endpoint, EntryPort, ExportTo, Hints, Host, Location, Preference, Protocol,
+    ServicePort, ServiceType, Weights,
+};
 
 use super::{super::vips::Number, *};
 
@@ -134,4 +137,116 @@ fn an_address_of_two_services_is_taken_while_one_of_them_has_it() {
         take(&mut entries, &[entry], services, NOW);
         assert_eq!(says(&entries).len(), usize::from(is_taken), "{created}");
     }
+}
+
+/// An endpoint of a Service keeps an entry from its address: whether the operator has stated which addresses are external, whether
+/// the Pods of all nodes are known, and whether the address is taken.
+#[test]
+fn an_endpoints_address_is_taken_unless_it_is_known_to_be_no_pods() {
+    for (is_stated, everywhere, is_taken) in [
+        (false, true, true),
+        (true, false, true),
+        (true, true, false),
+    ] {
+        let mut service = Service::new(ServiceName::new("shop", "a"), ServiceType::ClusterIp);
+        service.ports.push(ServicePort {
+            endpoints: vec![Endpoint::new([192, 0, 2, 1].into(), 80)],
+            ..ServicePort::new(80, Protocol::Tcp)
+        });
+        let snapshot = Snapshot {
+            pods: PodAddresses {
+                everywhere,
+                ..PodAddresses::default()
+            },
+            ..Snapshot::default()
+        };
+        let entry = entry("e", "h", "192.0.2.1");
+        let all = [(entry.name.clone(), Arc::new(entry))]
+            .into_iter()
+            .collect();
+        let services = [(service.name.clone(), Arc::new(service))];
+        let mut entries = Entries::new([]).with_stated_addresses(is_stated);
+        entries.take(&all, &services.into_iter().collect(), &snapshot, NOW);
+        assert_eq!(
+            says(&entries).len(),
+            usize::from(is_taken),
+            "{is_stated} {everywhere}"
+        );
+    }
+}
+
+#[test]
+fn only_beside_a_control_plane_a_new_host_waits() {
+    let all = [entry("e", "a=240.240.0.9", ""), entry("f", "b", "")];
+    let mut entries = Entries::new([]);
+    take(&mut entries, &all, &[], NOW);
+    assert!(!entries.defers());
+    let mut entries = Entries::new([]).with_control_plane();
+    take(&mut entries, &all, &[], NOW);
+    assert!(entries.defers());
+}
+
+/// A name with two addresses has the part of one endpoint.
+#[test]
+fn the_addresses_of_a_name_share_its_part_of_the_connections() {
+    let at = |last| IpAddr::from([203, 0, 113, last]);
+    let name = EndpointName {
+        namespace: "shop".into(),
+        name: "db.example.com".into(),
+    };
+    let resolved = Resolved {
+        addresses: [at(2), at(3)].into(),
+        problem: None,
+    };
+    let mut entries = Entries::new([]).with_names([(name, resolved)].into());
+    let mut entry = entry("e", "h", "192.0.2.1");
+    entry.backends.push(Backend {
+        at: At::Name("db.example.com".into()),
+        ..Backend::at(at(1))
+    });
+    let served = take(&mut entries, &[entry], &[], NOW).entries;
+    let backends = served.values().flat_map(|of| &of.backends);
+    let found: Vec<_> = backends.map(|of| (of.at.clone(), of.weight)).collect();
+    let wanted = [(1, 2), (2, 1), (3, 1)].map(|(last, weight)| (At::Address(at(last)), weight));
+    assert_eq!(found, wanted);
+    assert!(says(&entries).is_empty());
+}
+
+#[test]
+fn an_entry_is_a_service_with_all_that_it_says() {
+    let at = |last| IpAddr::from([203, 0, 113, last]);
+    let mut entry = entry("e", "a", "192.0.2.1");
+    let given = IpAddr::from([240, 240, 0, 1]);
+    entry.hosts[0].given.push(given);
+    entry.created = Some(7);
+    entry.preference = [Some(Preference::SameNode), Some(Preference::Any)];
+    let backend = |last, weight, local| Backend {
+        weight,
+        local,
+        ..Backend::at(at(last))
+    };
+    let without_port = Backend {
+        ports: [("tcp".into(), Backend::NO_PORT)].into_iter().collect(),
+        ..backend(3, 1, false)
+    };
+    entry.backends = vec![backend(1, 1, true), backend(2, 3, false), without_port];
+    let endpoint = |last, local| Endpoint {
+        local,
+        hints: Hints::default().preferring(Preference::SameNode, local),
+        ..Endpoint::new(at(last), 80)
+    };
+    let port = ServicePort {
+        name: "tcp".into(),
+        endpoints: vec![endpoint(1, true), endpoint(2, false)],
+        weights: Weights::of(vec![1, 3]),
+        ..ServicePort::new(80, Protocol::Tcp)
+    };
+    let wanted = Service {
+        created: Some(7),
+        cluster_ips: [given].into_iter().collect(),
+        external_ips: [[192, 0, 2, 1].into()].into_iter().collect(),
+        ports: [port].into_iter().collect(),
+        ..Service::new(service_name(&entry.name), ServiceType::Entry)
+    };
+    assert_eq!(services(&entry).collect::<Vec<_>>(), [wanted]);
 }
