@@ -150,7 +150,6 @@ impl Adopted {
         };
         let outside = mirror.pools[cluster as usize].pool.external;
         let only_outside = outside != 0
-            && outside != cluster
             && group(outside) == cluster
             && mirror.owner(outside).is_none()
             && !self.keys.contains_key(&outside);

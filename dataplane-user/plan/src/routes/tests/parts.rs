@@ -92,16 +92,18 @@ fn an_endpoint_ends_if_it_does_so_for_all_backends() {
     }
 }
 
-/// Of three parts the first leads nowhere.
+/// Of so many parts the first leads nowhere: its percentage.
 #[test]
 fn a_part_that_leads_nowhere_is_refused() {
-    let nowhere = BackendTo::Invalid("InvalidKind", "Thing".into());
-    let to = BackendTo::Service(ServiceName::new(NAMESPACES[0], "from"));
-    let world = world(0, 1, vec![nowhere, to.clone(), to]);
-    let says = said(&world.fresh().0);
-    assert_eq!(says.len(), 1);
-    let wanted = "backendRefs[0]: Thing; 33 % of the connections are refused";
-    assert!(says[0].text.ends_with(wanted), "{says:?}");
+    for (parts, percent) in [(3, 33), (6, 17)] {
+        let to = BackendTo::Service(ServiceName::new(NAMESPACES[0], "from"));
+        let mut all = vec![to; parts];
+        all[0] = BackendTo::Invalid("InvalidKind", "Thing".into());
+        let says = said(&world(0, 1, all).fresh().0);
+        assert_eq!(says.len(), 1);
+        let wanted = format!("backendRefs[0]: Thing; {percent} % of the connections are refused");
+        assert!(says[0].text.ends_with(&wanted), "{says:?}");
+    }
 }
 
 /// The endpoints count at each port of a Service.
