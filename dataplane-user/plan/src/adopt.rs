@@ -150,7 +150,6 @@ impl Adopted {
         };
         let outside = mirror.pools[cluster as usize].pool.external;
         let only_outside = outside != 0
-            && outside != cluster
             && group(outside) == cluster
             && mirror.owner(outside).is_none()
             && !self.keys.contains_key(&outside);
@@ -312,4 +311,85 @@ fn take_over_blocks(mirror: &mut Mirror) -> Result<(), AdoptError> {
         Damage::Misaligned(base) => AdoptError::MisalignedBlock { base },
     })?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+
+    use dataplane_common::{Port, Protocol, tables::Frontend};
+    use model::{
+        Claim, ServiceName,
+        TrafficPolicy::{Cluster, Local},
+    };
+
+    use super::{
+        super::{PoolOwner, PoolRole},
+        *,
+    };
+
+    /// Pools from the first on, each with its group and the pool for clients from outside; the pool and policy of the key that a
+    /// port wants; a pool to which the key of another port leads, and one whose owner is known (0: none); and the port's pools.
+    #[test]
+    fn a_port_has_the_pools_to_which_only_its_own_keys_lead() {
+        let row = |pools: &[(u32, u32)], key, other, owned, wanted: (u32, u32)| {
+            let case = format!("{pools:?} {key:?} {other} {owned}");
+            let (pool, policy) = key;
+            let addr = |host| IpAddr::from([10, 96, 0, host]).into();
+            let at = |host| FrontendKey::new(addr(host), Port::new(80), Protocol::TCP);
+            let keys = [(at(1), pool), (at(2), other)].into_iter();
+            let keys = keys.filter(|(_, pool)| *pool != 0);
+            let pools = pools.iter().map(|(affinity_group, external)| Pool {
+                affinity_group: *affinity_group,
+                external: *external,
+                ..Pool::default()
+            });
+            let contents = Contents {
+                frontends: keys
+                    .map(|(key, pool)| (key, Frontend::new(pool, Kind::CLUSTER_IP)))
+                    .collect(),
+                pools: [Pool::default()].into_iter().chain(pools).collect(),
+                ..Contents::default()
+            };
+            let (mut mirror, adopted) = adopt(contents).unwrap();
+            let owner = PoolOwner {
+                service: ServiceName::new("shop", "web"),
+                port: None,
+                role: PoolRole::Cluster,
+            };
+            mirror.set_owner(owned, (owned != 0).then_some(owner));
+            let mut key = WantedKey {
+                key: at(1),
+                kind: Kind::CLUSTER_IP,
+                port: 0,
+                policy,
+                claim: Claim::ClusterIp,
+            };
+            let found = adopted.pools(&mirror, [&key]);
+            assert_eq!((found.cluster, found.local), wanted, "{case}");
+            key.kind = Kind::NODE_PORT;
+            assert_eq!(
+                adopted.pools(&mirror, [&key]),
+                PortPools::default(),
+                "{case}"
+            );
+        };
+        row(&[(1, 0)], (1, Cluster), 0, 0, (1, 0));
+        row(&[(1, 0)], (1, Local), 0, 0, (0, 0));
+        row(&[(1, 0)], (1, Cluster), 1, 0, (0, 0));
+        row(&[(1, 0)], (1, Cluster), 0, 1, (0, 0));
+        // A key of local endpoints, whose group has no key, no group, an owner, another group, or a key.
+        row(&[(2, 0), (2, 0)], (1, Local), 0, 0, (2, 1));
+        row(&[(0, 0)], (1, Local), 0, 0, (0, 0));
+        row(&[(2, 0), (2, 0)], (1, Local), 0, 2, (0, 0));
+        row(&[(2, 0), (3, 0), (3, 0)], (1, Local), 0, 0, (0, 0));
+        row(&[(2, 0), (2, 0)], (1, Local), 2, 0, (0, 0));
+        // Local endpoints that only clients from outside get: those of the port, all of its own, those of another group, an
+        // owner's, and those that have a key.
+        row(&[(1, 2), (1, 0)], (1, Cluster), 0, 0, (1, 2));
+        row(&[(1, 1)], (1, Cluster), 0, 0, (1, 0));
+        row(&[(1, 2), (2, 0)], (1, Cluster), 0, 0, (1, 0));
+        row(&[(1, 2), (1, 0)], (1, Cluster), 0, 2, (1, 0));
+        row(&[(1, 2), (1, 0)], (1, Cluster), 2, 0, (1, 0));
+    }
 }

@@ -391,3 +391,78 @@ impl Writes {
         writes
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source_key;
+
+    fn sources(count: u8) -> BTreeSet<SourceKey> {
+        let networks = (0..count).map(|n| format!("10.0.{n}.0/24").parse().unwrap());
+        networks.map(|of| source_key(1, &of)).collect()
+    }
+
+    /// More keys, pools, slots and source ranges in tables with room for 10 of each and for 16 slots, the blocks of the slots, and
+    /// whether there is room. There are five keys and source ranges, three pools of which one is free, and four slots.
+    #[test]
+    fn a_service_needs_room_in_each_table() {
+        for (more, lens, wanted) in [
+            ([5, 8, 6, 5], None, true),
+            ([6, 8, 6, 5], None, false),
+            ([5, 9, 6, 5], None, false),
+            ([5, 8, 6, 6], None, false),
+            ([5, 8, 7, 5], Some(8), true),
+            ([5, 8, 7, 5], Some(16), false),
+        ] {
+            let mut mirror = Mirror {
+                pools: vec![Slot::default(); 4],
+                free_pools: [3].into(),
+                source_count: 3,
+                ..Mirror::default()
+            };
+            mirror.blocks.take(4);
+            let key = FrontendKey::address(dataplane_common::Addr::UNSPECIFIED);
+            let inserted = Frontend::new(1, dataplane_common::tables::Kind::CLUSTER_ADDRESS);
+            let writes = Writes {
+                inserts: vec![(key, inserted)],
+                drop_sources: sources(1).into_iter().collect(),
+                remove_sources: sources(1).into_iter().collect(),
+                ..Writes::default()
+            };
+            let room = Room {
+                frontends: 10,
+                pools: 10,
+                endpoints: 16,
+                sources: 10,
+            };
+            let lens = || vec![lens.expect("nothing is scarce")];
+            let found = mirror.has_room(&room, 4, &writes, more, lens);
+            assert_eq!(found, wanted, "{more:?}");
+        }
+    }
+
+    #[test]
+    fn flags_are_added_to_those_that_are_there() {
+        let mut mirror = Mirror::default();
+        mirror.pools[0].pool.block = Block::new(0, 0, Block::HBONE);
+        let both = Block::HBONE | Block::WAYPOINT;
+        for _ in 0..2 {
+            let mut writes = Writes::default();
+            mirror.add_flags(0, both, &mut writes);
+            assert_eq!(mirror.pools[0].pool.block.flags(), both);
+        }
+    }
+
+    #[test]
+    fn source_ranges_go_with_their_pool() {
+        let (mut mirror, mut writes) = (Mirror::default(), Writes::default());
+        mirror.pools.push(Slot::default());
+        for (count, wanted) in [(2, 2), (3, 3), (1, 1)] {
+            mirror.set_sources(1, &sources(count), &mut writes);
+            assert_eq!(mirror.source_count, wanted);
+        }
+        mirror.retire_pool(1, &mut writes);
+        assert_eq!((mirror.source_count, writes.remove_sources.len()), (0, 1));
+        assert_eq!(mirror.demand(0, &writes).sources, 3);
+    }
+}

@@ -131,9 +131,27 @@ fn recount(
 
 #[cfg(test)]
 mod tests {
-    use model::{Place, WorkloadName};
+    use imbl::OrdMap;
+    use model::{Place, Protocol, ServicePort, ServiceType, WorkloadName};
 
     use super::*;
+    use crate::Planner;
+
+    /// Pods with an address each: `a=1` has 10.0.0.1, and `a=1+` speaks HBONE, too.
+    fn pods(all: &str) -> OrdMap<WorkloadName, Arc<Workload>> {
+        let pods = all.split_whitespace().map(|pod| {
+            let (name, at) = pod.split_once('=').unwrap();
+            let name = WorkloadName::new("shop", name);
+            let addr = format!("10.0.0.{}", at.trim_end_matches('+'));
+            let pod = Workload {
+                addresses: [addr.parse().unwrap()].into_iter().collect(),
+                speaks_hbone: at.ends_with('+'),
+                ..Workload::new(name.clone(), Place::Elsewhere)
+            };
+            (name, Arc::new(pod))
+        });
+        pods.collect()
+    }
 
     /// Each line has Pods (`+`: with HBONE), and the flags of a block with the endpoints 10.0.0.1 and 10.0.0.2.
     #[test]
@@ -147,7 +165,7 @@ mod tests {
             reachable: Some(Arc::default()),
             ..Snapshot::default()
         };
-        for (pods, wanted) in [
+        for (all, wanted) in [
             ("", 0),
             ("a=1", 0),
             ("a=1 b=2", reachable),
@@ -161,24 +179,53 @@ mod tests {
             ("n=1+", hbone),
             ("n=3+", 0),
         ] {
-            let pods = pods.split_whitespace().map(|pod| {
-                let (name, at) = pod.split_once('=').unwrap();
-                let name = WorkloadName::new("shop", name);
-                let addr = format!("10.0.0.{}", at.trim_end_matches('+'));
-                let pod = Workload {
-                    addresses: [addr.parse().unwrap()].into_iter().collect(),
-                    speaks_hbone: at.ends_with('+'),
-                    ..Workload::new(name.clone(), Place::Elsewhere)
-                };
-                (name, Arc::new(pod))
-            });
             let new = Snapshot {
-                workloads: pods.collect(),
+                workloads: pods(all),
                 ..last.clone()
             };
             reach.update(&last, &new);
             assert_eq!(reach.flags(&endpoints), wanted, "{:?}", new.workloads);
             last = new;
+        }
+    }
+    /// Each line has Pods, the last part of the address of a service's only endpoint, and the flags of its block.
+    #[test]
+    fn the_block_of_a_service_follows_the_pods_at_its_endpoint() {
+        let (reachable, hbone) = (Block::REACHABLE, Block::HBONE);
+        let mut planner = Planner::new();
+        let mut snapshot = Snapshot {
+            reachable: Some(Arc::default()),
+            ..Snapshot::default()
+        };
+        for (all, endpoint, wanted) in [
+            ("", 1, 0),
+            ("a=1", 1, reachable),
+            ("a=1+", 1, reachable | hbone),
+            ("a=1+", 2, 0),
+            ("a=1+ b=2+", 2, reachable | hbone),
+            ("b=2", 2, reachable),
+            ("b=3", 2, 0),
+            ("b=3", 3, reachable),
+            ("", 3, 0),
+        ] {
+            let name = ServiceName::new("shop", "web");
+            let port = ServicePort {
+                endpoints: vec![model::Endpoint::new([10, 0, 0, endpoint].into(), 8080)],
+                ..ServicePort::new(80, Protocol::Tcp)
+            };
+            let web = Service {
+                cluster_ips: [IpAddr::from([10, 96, 0, 1])].into_iter().collect(),
+                ports: [port].into(),
+                ..Service::new(name.clone(), ServiceType::ClusterIp)
+            };
+            snapshot.workloads = pods(all);
+            snapshot.services.insert(name, Arc::new(web));
+            planner.plan(&snapshot);
+            let keys = planner.frontends();
+            let (_, web) = keys.iter().find(|(key, _)| !key.is_address()).unwrap();
+            let (pool, _) = planner.pool(web.pool()).unwrap();
+            let found = pool.block.flags() & (reachable | hbone);
+            assert_eq!(found, wanted, "{all:?} {endpoint}");
         }
     }
 }

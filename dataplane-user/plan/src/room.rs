@@ -120,8 +120,7 @@ impl Budgets {
             // Nearly always all services fit.
             let is_known = |namespace: &str| {
                 self.shares.is_over(namespace)
-                    || !self.left_out.is_empty()
-                        && of_namespace(&self.left_out, namespace).next().is_some()
+                    || of_namespace(&self.left_out, namespace).next().is_some()
             };
             let of = touched.iter().map(ServiceName::namespace);
             namespaces.extend(of.filter(|of| is_known(of)).map(Box::from));
@@ -231,4 +230,20 @@ fn of_namespace_in<'a>(
     let all = snapshot.services.range(ServiceName::new(namespace, "")..);
     let of = all.take_while(move |(name, _)| name.namespace() == namespace);
     of.map(|(_, service)| &**service)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn services_share_half_of_what_the_node_leaves() {
+        let budgets = Budgets::of(Room {
+            frontends: 1600,
+            pools: 3200,
+            endpoints: 6400,
+            sources: 12_800,
+        });
+        assert_eq!(budgets.shares.budget(), [750, 1500, 3000, 6000]);
+    }
 }

@@ -85,3 +85,20 @@ impl Served {
         all.flat_map(|(name, problems)| problems.iter().map(move |problem| (name, problem)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn before_the_first_plan_a_view_has_the_objects_and_nothing_else() {
+        let mut snapshot = Snapshot::default();
+        snapshot.istio.denies = true;
+        let served = Served::before_first_plan(snapshot);
+        assert!(served.snapshot.istio.denies);
+        assert_eq!(
+            served.left_out + served.conflict_count() + served.pools_after(0).count(),
+            0
+        );
+    }
+}

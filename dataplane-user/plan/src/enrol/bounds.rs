@@ -130,11 +130,13 @@ mod tests {
 
     /// Returns the member for a pod with the rules `own` under the configuration `all` and `enforced`.
     fn member(all: Rules, enforced: Rules, own: Rules, place: Place) -> Option<Member> {
+        let namespace = Rules::default();
+        layered(all, enforced, Layers { own, namespace }, place)
+    }
+
+    fn layered(all: Rules, enforced: Rules, rules: Layers, place: Place) -> Option<Member> {
         let pod = Workload {
-            rules: Arc::new(Layers {
-                own,
-                namespace: Rules::default(),
-            }),
+            rules: Arc::new(rules),
             ..Workload::new(WorkloadName::new("shop", "web"), place)
         };
         let said = MeshStatements {
@@ -163,6 +165,7 @@ mod tests {
         ] {
             let member = member(denying(), none(), own, place).expect("it is captured");
             assert_eq!(member.policy.egress, Egress::Deny);
+            assert!(member.denied_by_operator);
             assert_eq!(member.workload.place, Place::Address);
         }
         // The pod's label keeps its connections from the proxy. The pod's own egress policy has the same result.
@@ -170,11 +173,22 @@ mod tests {
         let label = member_of(captured(false));
         assert!(!label.policy.mode.is_proxied(true));
         assert!(label.ineffective[0].contains("Pod shop/web: label istio.io/dataplane-mode"));
-        assert!(member_of(allow).ineffective[0].contains("dataplane.io/egress: allow"));
+        assert!(member_of(allow.clone()).ineffective[0].contains("dataplane.io/egress: allow"));
+        assert!(member_of(captured(true)).ineffective.is_empty());
+        // Its own label counts, and that of its namespace does not.
+        let labels = Layers {
+            own: captured(true),
+            namespace: captured(false),
+        };
+        let labelled = layered(denying(), none(), labels, Place::Address).unwrap();
+        assert!(labelled.policy.mode.is_proxied(true) && labelled.ineffective.is_empty());
+        let allowed = member(captured(true), none(), allow, Place::Address).unwrap();
+        assert!(allowed.ineffective.is_empty());
         // The pod may decide about a setting that the configuration only allows.
         assert!(member(captured(true), none(), captured(false), Place::Address).is_none());
         let strict = member(captured(true), none(), denying(), Place::Address).unwrap();
         assert_eq!(strict.policy.egress, Egress::Deny);
+        assert!(!strict.denied_by_operator);
         // The pod may not decide about an enforced setting.
         let whole = member(none(), captured(true), captured(false), Place::Address).unwrap();
         assert_eq!(whole.ineffective.len(), 1);

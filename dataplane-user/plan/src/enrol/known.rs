@@ -39,13 +39,13 @@ pub struct Unlisted {
 /// addresses that get a label.
 pub fn known(snapshot: &Snapshot, members: &[Member], wanted: &mut Captured) -> Unlisted {
     let room = part(capture::KNOWN);
-    let hbone = !add_hbone(snapshot, wanted, room / 2);
+    let hbone = !add_hbone(snapshot, wanted, room);
     let endpoints = known_within(snapshot, members, wanted, room);
     Unlisted { endpoints, hbone }
 }
 
 /// Adds the addresses of workloads that speak HBONE or have a waypoint, if entries of workloads need them: a connection to such
-/// an address must not go direct. Returns false if there is no room.
+/// an address must not go direct. They may take half of `room`. Returns false if they do not fit.
 fn add_hbone(snapshot: &Snapshot, wanted: &mut Captured, room: u64) -> bool {
     let in_namespaces = wanted.namespaces.values_mut().map(|entry| &mut entry.flags);
     let by_packets = wanted.locals.values_mut().map(|local| &mut local.flags);
@@ -80,6 +80,7 @@ fn add_hbone(snapshot: &Snapshot, wanted: &mut Captured, room: u64) -> bool {
             *value |= SHARED;
         }
     }
+    let room = room / 2;
     let has_room = values.len() as u64 <= room;
     if !has_room {
         for flags in encrypting {
@@ -252,11 +253,12 @@ mod tests {
         let (speaks, gated) = (LISTED | HBONE, LISTED | HBONE | WAYPOINT);
         let shared = speaks | SHARED;
         for (flags, room, has_waypoint, wanted, values) in [
-            (only, 2, false, only, [speaks, LISTED, shared]),
+            (only, 4, false, only, [speaks, LISTED, shared]),
+            (only, 3, false, encrypts, [speaks, LISTED, LISTED]),
             (only, 0, false, encrypts, [LISTED; 3]),
-            (only, 2, true, only, [gated, LISTED, shared]),
+            (only, 4, true, only, [gated, LISTED, shared]),
             (only, 0, true, encrypts, [LISTED; 3]),
-            (encrypts, 2, false, encrypts, [speaks, LISTED, shared]),
+            (encrypts, 4, false, encrypts, [speaks, LISTED, shared]),
             (pass, 0, false, pass, [LISTED; 3]),
         ] {
             let pods = [pod("shop", "a", 1), pod("shop", "b", 1)];
@@ -281,10 +283,8 @@ mod tests {
             };
             let mut tables = Captured::default();
             tables.namespaces.insert(7, entry);
-            assert_eq!(
-                add_hbone(&snapshot, &mut tables, room),
-                wanted == flags || flags == pass
-            );
+            let fits = add_hbone(&snapshot, &mut tables, room);
+            assert_eq!(fits, wanted == flags || flags == pass);
             known_within(&snapshot, &[], &mut tables, 1000);
             assert_eq!(tables.namespaces[&7].flags, wanted);
             let value = |addr: &str| {
@@ -485,6 +485,7 @@ mod tests {
             (25, "a-large"),
             (16, "b-ageless a-large"),
             (10, "a-young b-ageless a-large"),
+            (8, "d-old a-young b-ageless a-large"),
         ] {
             let mut tables = Captured::default();
             // Labels take half of the room.

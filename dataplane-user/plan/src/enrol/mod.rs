@@ -21,7 +21,7 @@ use std::{
 
 pub use budgets::fit_addresses;
 use dataplane_common::capture::{
-    CAPTURED, EXCLUDED, Enrolled, Local, REFUSED, REFUSED_BY, RuleKey, TUNNELS,
+    CAPTURED, EXCLUDED, Enrolled, Local, REFUSED_BY, RuleKey, TUNNELS,
 };
 pub use istio::{consequence, limited, may_be_refused, missing_root, unread};
 pub use kept::{Retained, Unknown};
@@ -122,8 +122,7 @@ impl Enroller {
         let policies = policies.chain(enrolled().map(|e| e.resolvers));
         let policies = policies.chain(locals().map(|local| local.resolvers));
         let policies = policies.chain(held.ranges.keys().map(|key| key.policy));
-        let refusers = held.ranges.values().filter(|said| **said & REFUSED != 0);
-        let refusers = refusers.map(|said| *said >> REFUSED_BY);
+        let refusers = held.ranges.values().map(|said| *said >> REFUSED_BY);
         let workloads = enrolled().map(|e| e.workload);
         let workloads = workloads.chain(locals().map(|local| local.workload));
         let last = workloads.max().unwrap_or_default();
@@ -278,158 +277,4 @@ impl Enroller {
 }
 
 #[cfg(test)]
-mod tests {
-    use model::{Egress, Inbound, Mode, Policy, Snapshot};
-
-    use super::*;
-
-    #[test]
-    fn numbers_of_workloads_are_not_used_again() {
-        let mut tables = Captured::default();
-        let entry = Enrolled {
-            workload: 7,
-            ..Enrolled::default()
-        };
-        tables.namespaces.insert(1, entry);
-        let mut enroller = Enroller::after(&tables, false, false);
-        assert_eq!(enroller.earlier(), 7);
-        let [one, other] = ["one", "other"].map(|name| WorkloadName::new("shop", name));
-        assert_eq!(
-            [&one, &other, &one].map(|name| enroller.number(name)),
-            [8, 9, 8]
-        );
-        enroller.keep_numbers(&[9].into());
-        assert_eq!([&one, &other].map(|name| enroller.number(name)), [10, 9]);
-        assert_eq!(enroller.earlier(), 7);
-    }
-
-    /// Whether a rule says that connections which come in by an interface are captured.
-    #[test]
-    fn connections_of_machines_are_captured_where_something_judges_them() {
-        let interfaces = [("eth9".to_owned(), 9), ("tap0".to_owned(), 3)].into();
-        for (mode, egress, wanted) in [
-            (Mode::Proxy, Egress::Allow, Some(CAPTURED)),
-            (Mode::Kernel, Egress::Deny, Some(CAPTURED)),
-            (Mode::Kernel, Egress::Allow, None),
-        ] {
-            let policy = Policy {
-                mode,
-                egress,
-                virtual_interfaces: ["tap0".into(), "gone".into()].into(),
-                excluded_interfaces: ["eth9".into()].into(),
-                ..Policy::default()
-            };
-            let member = Member {
-                policy,
-                ..Member::of_node(&Snapshot::default())
-            };
-            let mut tables = Captured::default();
-            let home = Home {
-                cookie: 1,
-                interfaces: &interfaces,
-            };
-            let mut enroller = Enroller::after(&tables, false, false);
-            let entry = enroller.enrol_namespace(&member, home, &mut tables);
-            assert_ne!(entry.flags & Enrolled::HAS_INTERFACES, 0);
-            let said = |id| {
-                let (of, kind) = (entry.workload, RuleKey::INTERFACE);
-                tables.rules.get(&RuleKey { of, kind, id }).copied()
-            };
-            assert_eq!([said(3), said(9)], [wanted, Some(EXCLUDED)], "{mode:?}");
-        }
-    }
-
-    /// Each line has whether plain connections go to the proxy if the mode is `auto`, the mode that results, whether the agent
-    /// has certificates, the service account, and the flags that result.
-    #[test]
-    fn with_auto_only_judged_connections_come_by_the_proxy() {
-        let flags = [
-            Enrolled::PROXY,
-            Enrolled::INBOUND,
-            Enrolled::TUNNELS,
-            Enrolled::ENCRYPTS,
-            Enrolled::ONLY_HBONE,
-            Enrolled::REFUSES_SERVICES,
-        ];
-        for (auto, mode, tunnels, account, wanted) in [
-            (Some(false), Mode::Proxy, true, "web", "101110"),
-            (Some(true), Mode::Proxy, true, "web", "111110"),
-            (None, Mode::Proxy, true, "web", "111100"),
-            (None, Mode::Proxy, true, "", "111001"),
-            (None, Mode::Proxy, false, "web", "110001"),
-            (None, Mode::Kernel, true, "web", "000001"),
-        ] {
-            let of_node = Member::of_node(&Snapshot::default());
-            let workload = Workload {
-                account: account.into(),
-                ..(*of_node.workload).clone()
-            };
-            let member = Member {
-                policy: Policy {
-                    mode,
-                    // `mesh.unsupported: deny`.
-                    refused: Some(Box::default()),
-                    ..Policy::default()
-                },
-                workload: Arc::new(workload),
-                auto: auto.map(|plain_to_proxy| Auto { plain_to_proxy }),
-                ..of_node
-            };
-            let mut tables = Captured::default();
-            let mut enroller = Enroller::after(&tables, false, tunnels);
-            let entry = enroller.enrol(&member, &mut tables);
-            let found = flags.map(|flag| u8::from(entry.flags & flag != 0).to_string());
-            assert_eq!(
-                found.concat(),
-                wanted,
-                "{auto:?} {mode:?} {tunnels} {account}"
-            );
-        }
-    }
-
-    #[test]
-    fn workloads_whose_inbound_connections_go_to_the_agents_proxy_accept_tunnels() {
-        let proxied = || Policy {
-            mode: Mode::Proxy,
-            ..Policy::default()
-        };
-        let with = |ports: &[(u16, bool)]| Policy {
-            inbound_ports: ports.iter().copied().collect(),
-            ..proxied()
-        };
-        let inbound = |inbound| Policy {
-            inbound,
-            ..with(&[(80, true)])
-        };
-        let kernel = Policy {
-            mode: Mode::Kernel,
-            ..proxied()
-        };
-        for (policy, foreign, tunnels, wanted) in [
-            (proxied(), false, true, true),
-            (proxied(), false, false, false),
-            (proxied(), true, true, false),
-            (kernel, false, true, false),
-            (inbound(Inbound::Listed), false, true, true),
-            (inbound(Inbound::None), false, true, false),
-            (with(&[(80, false)]), false, true, true),
-            (with(&[(15_008, false)]), false, true, false),
-            (with(&[(15_008, true)]), false, true, false),
-        ] {
-            let said = format!("{policy:?}, foreign {foreign}, tunnels {tunnels}");
-            let member = Member {
-                policy,
-                ..Member::of_node(&Snapshot::default())
-            };
-            let mut tables = Captured::default();
-            let mut enroller = Enroller::after(&tables, foreign, tunnels);
-            let home = Home {
-                cookie: 1,
-                interfaces: &BTreeMap::new(),
-            };
-            let entry = enroller.enrol_namespace(&member, home, &mut tables);
-            assert_eq!(entry.flags & Enrolled::TUNNELS != 0, wanted, "{said}");
-            assert_eq!(tables.namespaces[&1].flags, entry.flags);
-        }
-    }
-}
+mod tests;

@@ -313,6 +313,8 @@ mod tests {
         judge.turn();
         let kept = judge.decide(pods[1].clone(), "shop", &own).unwrap();
         assert!(kept.of_root);
+        let of_another = Judge::default().decide(pods[1].clone(), "root", &own);
+        assert!(!of_another.unwrap().of_root);
         assert!(Arc::ptr_eq(&first[1], &kept));
         judge.turn();
         assert_eq!((judge.now.len(), judge.before.len()), (0, 1));
@@ -322,7 +324,8 @@ mod tests {
     #[test]
     fn decisions_that_do_not_fit_refuse_everybody() {
         for (ranges, over_budget, wanted) in [
-            (2, true, None),
+            (3, true, None),
+            (4, true, Some(NO_ROOM)),
             (10, false, None),
             (10, true, Some(NO_ROOM)),
             (3000, false, Some(TOO_MANY)),

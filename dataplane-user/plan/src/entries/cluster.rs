@@ -92,3 +92,91 @@ pub(super) fn endpoints(
     });
     Ok(endpoints.collect())
 }
+
+#[cfg(test)]
+mod tests {
+    use model::{Endpoint, EntryPort, Named, Protocol, Published, Records};
+
+    use super::*;
+
+    /// An endpoint of two ports is on this node if it is so at one of them.
+    #[test]
+    fn a_ready_endpoint_of_a_service_has_a_number_at_each_port_that_it_has() {
+        let endpoint = |host, port, local, ready| Endpoint {
+            local,
+            ready,
+            ..Endpoint::new([10, 0, 0, host].into(), port)
+        };
+        let port = |number, endpoints: &[Endpoint]| ServicePort {
+            endpoints: endpoints.to_vec(),
+            ..ServicePort::new(number, Protocol::Tcp)
+        };
+        let name = ServiceName::new("shop", "db");
+        let service = Service {
+            ports: [
+                port(
+                    80,
+                    &[
+                        endpoint(1, 8080, false, true),
+                        endpoint(2, 8080, true, true),
+                        endpoint(3, 8080, true, false),
+                    ],
+                ),
+                port(
+                    81,
+                    &[
+                        endpoint(1, 8081, false, true),
+                        endpoint(2, 8081, false, true),
+                    ],
+                ),
+                port(82, &[endpoint(4, 8082, true, true)]),
+            ]
+            .into_iter()
+            .collect(),
+            ..Service::new(name.clone(), ServiceType::ClusterIp)
+        };
+        let services = [(name.clone(), Arc::new(service))].into_iter().collect();
+        let ports = ["80", "81"].map(|name| EntryPort {
+            name: name.into(),
+            port: name.parse().unwrap(),
+            protocol: Protocol::Tcp,
+            target: None,
+        });
+        let backend = Backend::at([192, 0, 2, 1].into());
+        let found = endpoints(&name, &services, &backend, &ports).unwrap();
+        let found = found.iter().map(|of| {
+            let numbers = ports.each_ref().map(|port| of.port_of(port));
+            (of.at.clone(), numbers, of.local)
+        });
+        let at = |host| At::Address([10, 0, 0, host].into());
+        let wanted = [(at(1), [8080, 8081], false), (at(2), [8080, 8081], true)];
+        assert_eq!(found.collect::<Vec<_>>(), wanted);
+    }
+
+    #[test]
+    fn a_headless_service_has_each_address_once() {
+        let name = ServiceName::new("shop", "db");
+        let published = |host| Published {
+            addr: [10, 0, 0, host].into(),
+            hostname: "".into(),
+            ports: Arc::default(),
+        };
+        let named = Named {
+            headless: true,
+            endpoints: [1, 1, 2].map(published).into(),
+            ..Named::default()
+        };
+        let service = Service {
+            records: Records::Object(named.into()),
+            ..Service::new(name.clone(), ServiceType::ClusterIp)
+        };
+        let services = [(name.clone(), Arc::new(service))].into_iter().collect();
+        let backend = Backend::at([192, 0, 2, 1].into());
+        let found = endpoints(&name, &services, &backend, &[]).unwrap();
+        let found: Vec<_> = found.into_iter().map(|of| of.at).collect();
+        assert_eq!(
+            found,
+            [1, 2].map(|host| At::Address([10, 0, 0, host].into()))
+        );
+    }
+}

@@ -143,7 +143,7 @@ impl Entries {
             let mut own = by_host.remove(&host.name).unwrap_or_default();
             // The store remembers the addresses of this node, also those of the agent before this one.
             let number = self.vips.former(&host_name_of(&entry.name, &host.name));
-            if let Some((number, until)) = number.filter(|(_, until)| *until > now) {
+            if let Some((number, until)) = number {
                 // The number may be that of another entry of the host, which gets it again.
                 let before = before.get(&*host.name);
                 let had = |of: &IpAddr| before.is_some_and(|before| before.given.contains(of));

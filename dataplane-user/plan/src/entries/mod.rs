@@ -456,3 +456,6 @@ fn sides<'a, K: Ord, V: PartialEq>(
         DiffItem::Remove(key, old) => (key, Some(old), None),
     }
 }
+
+#[cfg(test)]
+mod tests;

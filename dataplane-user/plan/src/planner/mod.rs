@@ -260,9 +260,7 @@ impl Planner {
 
     /// Returns the addresses that the node gained or lost.
     fn node_changes(&mut self, snapshot: &Snapshot) -> Vec<Addr> {
-        if Arc::ptr_eq(&self.last.node, &snapshot.node)
-            || self.last.node.addresses == snapshot.node.addresses
-        {
+        if self.last.node.addresses == snapshot.node.addresses {
             return Vec::new();
         }
         // Loopback belongs to the node without an entry, and to every pod as well.
@@ -459,3 +457,6 @@ impl Planner {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

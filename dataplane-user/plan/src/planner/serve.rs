@@ -96,7 +96,7 @@ impl Planner {
 
     /// Returns whether the tables have room for the new state of a service, beside their present and retired entries.
     /// There is room unless nearly all entries change in one plan, or the free slots are scattered.
-    fn has_room(
+    pub(super) fn has_room(
         &mut self,
         service: &Dirty,
         left: Option<LeftOut>,
@@ -129,7 +129,7 @@ impl Planner {
 
     /// Leaves a service in its present state until there is room for its new state. Removes its keys that lead to a
     /// pool of another service.
-    fn wait(
+    pub(super) fn wait(
         &mut self,
         service: &Service,
         flags: u16,

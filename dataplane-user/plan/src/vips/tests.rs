@@ -148,12 +148,15 @@ fn a_tenant_with_too_many_hosts_loses_its_youngest_and_the_others_lose_nothing()
     vips.assign(NOW);
     assert!(vips.is_over(&named("greedy", 69_999).0));
     assert!(!vips.is_over(&named("greedy", 0).0));
+    let given_up = named("greedy", 57_000).0;
+    assert!(vips.number(&given_up).is_some());
     for n in 0..1000 {
         let (host, age) = named("shop", n);
         vips.want(&host, age);
     }
     // The numbers that hosts of the greedy namespace give up stay reserved for a while; there is room beside them.
     vips.assign(NOW + 1);
+    assert!(vips.is_over(&given_up) && vips.number(&given_up).is_none());
     for n in 0..1000 {
         assert!(vips.number(&named("shop", n).0).is_some(), "{n}");
     }
@@ -266,6 +269,38 @@ fn no_host_gets_the_number_of_an_address_that_a_control_plane_has_assigned() {
         vips.want(&host, age.clone());
         vips.assign(NOW);
         assert_eq!(vips.number(&host), wanted, "{withdrawn:?}");
+    }
+}
+
+/// Each line has the numbers of hosts, of removed hosts, and of a control plane, and how many numbers they are.
+#[test]
+fn a_number_that_is_taken_twice_is_one_number() {
+    let number = |number: &u16| Number::new(*number).unwrap();
+    for (held, gone, foreign, taken) in [
+        (&[][..], &[][..], &[][..], 0),
+        (&[1, 2, 3], &[4, 5], &[6], 6),
+        (&[1, 2, 3], &[4, 5], &[3, 6], 6),
+        (&[1, 2, 3], &[4, 5], &[4, 6], 6),
+    ] {
+        let mut vips = Vips::new([]);
+        for of in held {
+            vips.holders.insert(number(of), entry((*of).into()).0);
+        }
+        for of in gone {
+            vips.gone.insert(number(of), entry((*of).into()).0, NOW);
+        }
+        for of in foreign {
+            vips.foreign(number(of).addresses()[0], true);
+        }
+        let mut left = vips.left();
+        assert_eq!(
+            left,
+            NUMBERS as usize - taken,
+            "{held:?} {gone:?} {foreign:?}"
+        );
+        // The caller counts on.
+        assert!(vips.free(&entry(9).0, &mut left).is_some());
+        assert_eq!(left, NUMBERS as usize - taken - 1);
     }
 }
 

@@ -207,6 +207,8 @@ fn no_key_is_there_twice() {
             assert!(!all.iter().any(is_lb), "{count}, change {number}");
         }
     }
+    let service = service(|s| s.ports = vec![s.ports[0].clone(); 40].into());
+    assert_eq!(told(&service).len(), 2, "one port, very many times");
 }
 
 /// Each line has the keys, pools, slots and source ranges that a service needs at most, and the lengths of its present blocks.

@@ -219,6 +219,12 @@ fn of_a_namespace_the_largest_lose_first_then_the_younger() {
     small.remove("hog", "s11");
     assert_eq!(small.endpoints(3, 1), Some(1000));
     assert_eq!(small.endpoints(2, 1), Some(0));
+    // The youngest one is created anew as the oldest one, with the same needs.
+    small.set([service("hog", "s00", (0, 0), 1, 1000)]);
+    assert_eq!(
+        [0, 2, 3].map(|vip| small.endpoints(vip, 1)),
+        [1000, 0, 0].map(Some)
+    );
 }
 
 #[test]

@@ -267,8 +267,12 @@ fn of_many_policies_some_are_named_and_others_are_mentioned() {
         (many("deny", 5), "deny0, deny1, deny2, deny3, deny4"),
         (many("deny", 6), "deny0, deny1, deny2, deny3, deny4, others"),
         (
-            many("allow", 9),
-            "allow0, allow1, allow2, allow3, allow4, others",
+            many("deny", 30),
+            "deny0, deny1, deny10, deny11, deny12, others",
+        ),
+        (
+            many("allow", 30),
+            "allow0, allow1, allow10, allow11, allow12, others",
         ),
         (
             many("custom", 9),
@@ -335,9 +339,13 @@ fn each_namespace_is_named_once_and_those_with_captured_workloads_first() {
     for n in 0..200 {
         let used = || if n == 7 { UseWaypoint::None } else { gate() };
         let objects = ["Service web", "ServiceEntry out"].map(|of| (Arc::from(of), used()));
+        let many = (0..6).map(|of| (Arc::from(format!("Service s{of}")), gate()));
         let of = IstioNamespace {
             waypoint: (n == 0).then(gate),
-            labels: objects.into_iter().collect(),
+            labels: match n {
+                2 => many.collect(),
+                _ => objects.into_iter().collect(),
+            },
             ..IstioNamespace::default()
         };
         istio
@@ -352,6 +360,10 @@ fn each_namespace_is_named_once_and_those_with_captured_workloads_first() {
         ("shop", "AP"),
         ("a000", "Namespace a000, Service web, ServiceEntry out"),
         ("a001", "Service web, ServiceEntry out"),
+        (
+            "a002",
+            "Service s0, Service s1, Service s2, Service s3, Service s4, others",
+        ),
     ] {
         assert!(
             texts[namespace].ends_with(&format!(": {wanted}")),

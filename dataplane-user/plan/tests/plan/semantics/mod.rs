@@ -15,8 +15,8 @@ use dataplane_common::{
 };
 use dataplane_plan::{AdoptError, Plan, Planner, PoolRole, Write};
 use model::{
-    Endpoint, Gateway, IstioNamespace, Node, Protocol, Service, ServiceName, ServicePort,
-    ServiceType, Snapshot, TrafficPolicy, UseWaypoint,
+    Endpoint, Gateway, IstioNamespace, Node, Place, Protocol, Service, ServiceName, ServicePort,
+    ServiceType, Snapshot, TrafficPolicy, UseWaypoint, Workload, WorkloadName,
 };
 
 use super::sim::Sim;
@@ -369,6 +369,31 @@ fn source_ranges_are_in_the_set_of_their_pool() {
     assert_eq!(node.sim.pools[&pool].ranged, 0);
 }
 
+/// Each step has a policy for clients from outside, and the pools of the port in the order in which they are written.
+#[test]
+fn local_endpoints_come_first_unless_clients_from_outside_no_longer_get_them() {
+    use PoolRole::{Cluster, Local};
+    let mut web = service("web", &["10.96.0.1"], &["10.0.0.1 local"]);
+    web.internal_policy = TrafficPolicy::Local;
+    let mut node = Node1::default();
+    for (outside, wanted) in [
+        (TrafficPolicy::Local, [Local, Cluster]),
+        (TrafficPolicy::Local, [Local, Cluster]),
+        (TrafficPolicy::Cluster, [Cluster, Local]),
+        (TrafficPolicy::Cluster, [Local, Cluster]),
+    ] {
+        web.external_policy = outside;
+        web.ports[0].endpoints[0].port += 1;
+        let plan = node.plan(&snapshot([web.clone()]));
+        let pools = plan.writes.iter().filter_map(|write| match write {
+            Write::Pool { index, .. } => Some(node.planner.pool_owner(*index)?.role),
+            _ => None,
+        });
+        let pools = pools.filter(|role| *role != PoolRole::NoSuchPort);
+        assert_eq!(pools.collect::<Vec<_>>(), wanted, "{outside:?}");
+    }
+}
+
 #[test]
 fn no_vip_of_services_that_have_none() {
     for kind in [ServiceType::ClusterIp, ServiceType::ExternalName] {
@@ -396,4 +421,16 @@ fn addresses_that_cannot_be_vips_are_reported() {
     let node = Node1::new([service]);
     assert_eq!(node.sim.keys.len(), 2, "{:?}", node.sim.keys);
     assert_eq!(node.planner.served().problems().count(), bad.len());
+    // A Pod's host port may be at a loopback address of the node, but nothing else.
+    let mut service = self::service("a", &["127.0.0.2"], &["10.0.0.1"]);
+    service.kind = ServiceType::HostPort;
+    service.external_ips = ips(&["127.0.0.1"]);
+    let served = Node1::new([service]).planner.served();
+    let [(_, problem)] = &served.problems().collect::<Vec<_>>()[..] else {
+        panic!("{served:?}")
+    };
+    assert!(
+        problem.text.starts_with("spec.clusterIPs: 127.0.0.2"),
+        "{problem:?}"
+    );
 }

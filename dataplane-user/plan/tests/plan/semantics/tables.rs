@@ -405,12 +405,16 @@ fn each_change_of_an_answer_is_named() {
             &["~ 10.96.0.1:80/tcp ClusterIP of test/web: affinity 8 s"],
         ),
         (
+            |web| web.ports[0].endpoints[0].port = 8081,
+            &["~ 10.96.0.1:80/tcp ClusterIP of test/web: -10.0.0.1:8080, +10.0.0.1:8081"],
+        ),
+        (
             |web| web.affinity = None,
             &["~ 10.96.0.1:80/tcp ClusterIP of test/web: no affinity"],
         ),
         (
             |web| web.internal_policy = TrafficPolicy::Local,
-            &["~ 10.96.0.1:80/tcp ClusterIP of test/web: changes hands, -10.0.0.1:8080"],
+            &["~ 10.96.0.1:80/tcp ClusterIP of test/web: changes hands, -10.0.0.1:8081"],
         ),
         (
             |web| web.ports[0].endpoints.truncate(1),

@@ -91,19 +91,30 @@ fn services_with_a_waypoint_are_reached_through_the_proxy() {
             .collect(),
         ..IstioNamespace::default()
     };
-    let mut last = snapshot([
-        service("web", &["10.96.0.1"], &["10.0.0.1"]),
-        service("free", &["10.96.0.2"], &["10.0.0.2"]),
-    ]);
+    // Keys of both kinds of policies.
+    let web = Service {
+        internal_policy: TrafficPolicy::Local,
+        external_ips: ips(&["192.0.2.1"]),
+        ..service("web", &["10.96.0.1"], &["10.0.0.1 local"])
+    };
+    let mut last = snapshot([web, service("free", &["10.96.0.2"], &["10.0.0.2"])]);
     last.istio.namespaces.insert("test".into(), Arc::new(of));
+    // The endpoint of the service is a Pod that speaks HBONE itself.
+    let pod = Workload {
+        addresses: ips(&["10.0.0.1"]),
+        speaks_hbone: true,
+        ..Workload::new(WorkloadName::new("test", "web-1"), Place::Elsewhere)
+    };
+    last.reachable = Some(Arc::default());
+    last.workloads.insert(pod.name.clone(), Arc::new(pod));
     let mut node = Node1::default();
     for (on, traffic, wanted) in [
         (false, "", ""),
-        (true, "", "10.96.0.1"),
+        (true, "", "10.96.0.1 192.0.2.1"),
         (true, "workload", ""),
-        (true, "service", "10.96.0.1"),
+        (true, "service", "10.96.0.1 192.0.2.1"),
         (true, "none", ""),
-        (true, "all", "10.96.0.1"),
+        (true, "all", "10.96.0.1 192.0.2.1"),
         (false, "all", ""),
     ] {
         let name = ServiceName::new("other", "gate");

@@ -9,6 +9,8 @@ use threads::computed;
 
 use super::*;
 
+mod parts;
+
 const NAMESPACES: [&str; 3] = ["one", "two", "evil"];
 
 fn service(namespace: usize, name: &str, ports: u16, endpoints: u32) -> Service {
