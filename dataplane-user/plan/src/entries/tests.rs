@@ -39,6 +39,7 @@ fn entry(name: &str, hosts: &str, addresses: &str) -> Entry {
         ports: [port].into_iter().collect(),
         preference: [None; 2],
         backends: vec![Backend::at([203, 0, 113, 1].into())],
+        identities: Box::default(),
     }
 }
 

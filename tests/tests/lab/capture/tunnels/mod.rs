@@ -19,10 +19,10 @@ use self::{
         auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
         auto_tunnels_only_what_speaks_hbone, no_flip_of_a_slice_sends_plaintext,
     },
+    looking::{istioctl_reads_the_dump, monitor_shows_what_the_proxy_refuses},
     same_node::{
         pods_of_a_node_need_no_annotation, two_workloads_of_a_node_need_no_tunnel_with_attest,
     },
-    looking::{istioctl_reads_the_dump, monitor_shows_what_the_proxy_refuses},
     sandwich::a_captured_waypoint_learns_the_client_by_a_proxy_header,
     waypoints::{
         a_waypoint_that_cannot_be_used_is_passed_only_by_the_operators_word,
