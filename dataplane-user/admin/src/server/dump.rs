@@ -1,18 +1,82 @@
-//! The settings and the state of the agent's proxy.
+//! The settings and the state of the agent's proxy; or the objects that the agent serves, in the form of ztunnel's dump.
 
 use std::sync::Arc;
 
-use axum::{Json, extract::State as Shared, response::Response};
+use axum::{
+    Json,
+    extract::{Query, State as Shared},
+    response::Response,
+};
+use serde::Deserialize;
 
-use super::{Context, answer};
+use super::{
+    super::{Refusals, ztunnel},
+    Context, answer,
+};
 
+/// The maximum number of refusals of a page.
+const REFUSALS: usize = 2000;
 const NO_PROXY: &str = "the agent has no proxy; set `mesh` in its configuration\n";
 
-/// Answers with the proxy's dump.
-pub async fn get(Shared(context): Shared<Arc<Context>>) -> Response {
+/// The number of the first event of the page; none: the events from now on.
+#[derive(Debug, Deserialize)]
+pub struct Since {
+    from: Option<u64>,
+}
+
+/// Answers with the connections that the proxy has refused since the last time.
+pub async fn refusals(
+    Shared(context): Shared<Arc<Context>>,
+    Query(Since { from }): Query<Since>,
+) -> Response {
     answer(move || {
         let proxy = context.state.proxy.get().ok_or(NO_PROXY)?;
-        Ok(Json(proxy.dump()))
+        let page = proxy.refusals(from, REFUSALS);
+        Ok(Json(Refusals {
+            refusals: page.events,
+            next: page.next,
+            lost: page.lost,
+        }))
     })
     .await
+}
+
+/// The form of a dump.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Form {
+    /// As ztunnel's, for `istioctl ztunnel-config`.
+    Ztunnel,
+}
+
+/// The parameters of a request.
+#[derive(Debug, Deserialize)]
+pub struct Asked {
+    format: Option<Form>,
+}
+
+/// Answers with the proxy's dump, or with the agent's objects in another form.
+pub async fn get(
+    Shared(context): Shared<Arc<Context>>,
+    Query(Asked { format }): Query<Asked>,
+) -> Response {
+    match format {
+        None => {
+            answer(move || {
+                let proxy = context.state.proxy.get().ok_or(NO_PROXY)?;
+                Ok(Json(proxy.dump()))
+            })
+            .await
+        }
+        Some(Form::Ztunnel) => {
+            answer(move || {
+                let certificates = context.state.certificates.get();
+                let certificates = certificates.map(|of| of.list().certificates);
+                let snapshot = context.state.served().snapshot;
+                let dump = ztunnel::dump(&snapshot, &certificates.unwrap_or_default());
+                Ok(Json(dump))
+            })
+            .await
+        }
+    }
 }

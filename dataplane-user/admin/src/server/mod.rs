@@ -286,19 +286,17 @@ fn socket_routes(context: &Arc<Context>, pods: Registrations) -> Router {
         .route("/dns/cache/flush", post(dns::flush))
         .route("/dns/lookup", get(dns::lookup))
         .route("/dns/queries", get(dns::queries))
+        .route("/refusals", get(dump::refusals))
         .with_state(Arc::clone(context))
         .merge(cni::routes(pods))
         .merge(admin_routes(context))
 }
 
+const PATHS: &str = "/status /services /pools /mesh /policies /waypoint /dns/cache /certs /config_dump /metrics /version /healthz/ready\n";
+
 fn admin_routes(context: &Arc<Context>) -> Router {
     Router::new()
-        .route(
-            "/",
-            get(|| async {
-                "/status /services /pools /mesh /policies /waypoint /dns/cache /certs /config_dump /metrics /version /healthz/ready\n"
-            }),
-        )
+        .route("/", get(|| async { PATHS }))
         .route("/version", get(|| async { Json(Version::own()) }))
         .route("/status", get(get_status))
         .route("/services", get(get_services))

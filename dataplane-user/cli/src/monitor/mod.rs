@@ -1,6 +1,8 @@
 //! `dataplane monitor`.
 
+mod pages;
 mod queries;
+mod refusals;
 
 use std::{
     io::{self, BufWriter, Write},
@@ -9,8 +11,10 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
+use admin::Refusals;
 use clap::Args;
 use dataplane_common::{Addr, Event, Hook, Port, Reason};
+use dns::Queries;
 use kernel::{Monitor, tc::name as interface_name};
 use serde::Serialize;
 use terminal::{
@@ -25,7 +29,8 @@ use super::names::Names;
 /// One line for each connection to a service, and for each datagram of an unconnected socket: time,
 /// client, address, endpoint and reason. Of packets, the first packet of each flow, and each
 /// refused packet. At `lookup`, each connection that Istio's policies or `mesh.unsupported: deny` refuse
-/// when it arrives at a captured workload. With `--hook dns`, the DNS queries that the agent answers.
+/// when it arrives at a captured workload. With `--hook dns`, the DNS queries that the agent answers; with
+/// `--hook proxy`, the connections that the agent's proxy refuses.
 /// Costs nothing while `monitor` does not run. Ctrl-C ends it.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -33,7 +38,8 @@ Examples:
   dataplane monitor --service default/httpbin
   dataplane monitor --reason no-endpoints --reason no-local-endpoint
   dataplane monitor --hook packet --iface eth0
-  dataplane monitor --hook dns                    the DNS queries that the agent answers")]
+  dataplane monitor --hook dns                    the DNS queries that the agent answers
+  dataplane monitor --hook proxy                  the connections that the agent's proxy refuses")]
 pub struct MonitorArgs {
     /// Only decisions about this service (needs a running agent, which knows the names)
     #[arg(long, value_name = "NAMESPACE/NAME")]
@@ -43,8 +49,8 @@ pub struct MonitorArgs {
     #[arg(long, value_name = "WORD", value_parser = reason)]
     reason: Vec<Reason>,
 
-    /// Only decisions at this hook, or DNS queries (`dns`, needs a running agent); can be given
-    /// several times [default: all hooks except dns]
+    /// Only decisions at this hook, or DNS queries (`dns`), or connections that the proxy refuses
+    /// (`proxy`); can be given several times [default: all hooks except dns and proxy]
     #[arg(long, value_name = "HOOK", value_parser = hook)]
     hook: Vec<Shown>,
 
@@ -77,27 +83,30 @@ fn reason(word: &str) -> Result<Reason, String> {
     })
 }
 
-/// A kind of lines: decisions at a hook, or DNS queries.
+/// A kind of lines: decisions at a hook, DNS queries, or connections that the proxy refuses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shown {
     At(Hook),
     Queries,
+    Refusals,
 }
 
 impl Shown {
-    const ALL: [Self; 6] = [
+    const ALL: [Self; 7] = [
         Self::At(Hook::Connect),
         Self::At(Hook::Sendmsg),
         Self::At(Hook::Recvmsg),
         Self::At(Hook::Packet),
         Self::At(Hook::Lookup),
         Self::Queries,
+        Self::Refusals,
     ];
 
     const fn word(self) -> &'static str {
         match self {
             Self::At(hook) => hook.word(),
             Self::Queries => "dns",
+            Self::Refusals => "proxy",
         }
     }
 }
@@ -157,13 +166,14 @@ impl MonitorArgs {
             // would not say why.
             self.socket.client().get_text("/version")?;
         }
-        let is_of_queries = |shown: &Shown| *shown == Shown::Queries;
-        if !self.hook.is_empty() && self.hook.iter().all(is_of_queries) {
-            return queries::show(&self);
+        match self.hook[..] {
+            [Shown::Queries] => return pages::show::<Queries>(&self),
+            [Shown::Refusals] => return pages::show::<Refusals>(&self),
+            _ => {}
         }
         anyhow::ensure!(
-            !self.hook.contains(&Shown::Queries),
-            "--hook dns shows DNS queries, and cannot be given with other hooks; run a second `dataplane monitor`"
+            self.hook.iter().all(|shown| matches!(shown, Shown::At(_))),
+            "--hook dns and --hook proxy cannot be given with other hooks; run a second `dataplane monitor`"
         );
         let names = Names::new(self.socket.client());
         let mut monitor = Monitor::open(&self.paths.bpffs())?;

@@ -2,6 +2,7 @@
 
 mod auto;
 mod gate;
+mod looking;
 mod same_node;
 mod sandwich;
 mod waypoints;
@@ -18,6 +19,7 @@ use self::{
         auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod,
         auto_tunnels_only_what_speaks_hbone, no_flip_of_a_slice_sends_plaintext,
     },
+    looking::{istioctl_reads_the_dump, monitor_shows_what_the_proxy_refuses},
     same_node::two_workloads_of_a_node_need_no_tunnel_with_attest,
     sandwich::a_captured_waypoint_learns_the_client_by_a_proxy_header,
     waypoints::connections_to_a_service_go_to_its_waypoint,
@@ -42,6 +44,8 @@ scenarios! {
     a_captured_waypoint_learns_the_client_by_a_proxy_header,
     no_flip_of_a_slice_sends_plaintext,
     two_workloads_of_a_node_need_no_tunnel_with_attest,
+    monitor_shows_what_the_proxy_refuses,
+    istioctl_reads_the_dump,
 }
 
 /// Plaintext that each request of `probe http` has.
