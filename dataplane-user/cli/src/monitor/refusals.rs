@@ -12,8 +12,7 @@ pub fn text(out: &mut dyn Write, line: &Value) -> io::Result<()> {
     let time = field("time").get(11..23).unwrap_or_default();
     write!(
         out,
-        "{DIM}{time}{DIM:#} {:<7} {} -> {}/tcp {} {} {}",
-        "proxy",
+        "{DIM}{time}{DIM:#} proxy   {} -> {}/tcp {} {} {}",
         field("src"),
         field("dst"),
         output::styled(BAD, field("response_flags")),
