@@ -301,6 +301,12 @@ pub fn reset_on_close(socket: impl AsFd) {
     let _ = option::set_socket_linger(socket, Some(Duration::ZERO));
 }
 
+/// Makes close send unsent bytes and FIN, as by default. Undoes [`reset_on_close`].
+pub fn end_on_close(socket: impl AsFd) {
+    // Fails only for a file that is not a socket.
+    let _ = option::set_socket_linger(socket, None);
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::{TcpListener, TcpStream};

@@ -122,6 +122,11 @@ impl Arrive {
                 _ => Refusal::Unavailable,
             });
         }
+        // The route judges the Pod's address. With a header, the connection goes to the loopback interface.
+        if self.attached.is_own(to.at) {
+            session.end(Flag::Recursive);
+            return Err(Refusal::BadRequest);
+        }
         Ok((session, to))
     }
 
@@ -155,7 +160,10 @@ impl Arrive {
             let mut socket = dial(&self.attached, to.at, plain).await?;
             socket::send_at_once(&socket);
             if let Some(header) = &to.header {
+                // If the attempt is given up meanwhile, the application must not take the header for a whole connection.
+                socket::reset_on_close(&socket);
                 socket.write_all(header).await?;
+                socket::end_on_close(&socket);
             }
             io::Result::Ok(socket)
         });

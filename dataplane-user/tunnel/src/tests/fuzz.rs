@@ -34,7 +34,7 @@ fn runs(few: u32) -> u32 {
 }
 
 /// Runs without a time limit: a long run takes hours.
-fn unlimited(test: impl Future<Output = ()>) {
+pub fn unlimited(test: impl Future<Output = ()>) {
     let runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = { runtime }.enable_all().build().unwrap();
     runtime.block_on(test);

@@ -1,5 +1,6 @@
 //! Tests over the loopback interface: the two sides of this crate against each other, and each side against a raw peer.
 
+mod churn;
 mod faults;
 pub mod fixture;
 mod floods;

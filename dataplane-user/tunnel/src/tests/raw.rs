@@ -86,6 +86,9 @@ pub fn connect_headers(authority: &str) -> Vec<u8> {
     headers
 }
 
+/// The first bytes of a client of HTTP/2.
+pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
 /// A client that writes raw frames. It has sent its preface and SETTINGS.
 pub struct Frames {
     pub stream: client::TlsStream<TcpStream>,
@@ -100,10 +103,7 @@ impl Frames {
     pub async fn by(mesh: &Mesh, socket: TcpStream) -> Self {
         let config = client_config(&mesh.certificates);
         let mut stream = connect_by(socket, config).await.unwrap();
-        stream
-            .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-            .await
-            .unwrap();
+        stream.write_all(PREFACE).await.unwrap();
         stream.write_all(&frame(4, 0, 0, &[])).await.unwrap();
         Self { stream }
     }

@@ -2,11 +2,12 @@
 
 use std::net::IpAddr;
 
-use model::{Binding, Gateway, GatewayAddress, IstioNamespace, UseWaypoint};
+use model::{Binding, Gateway, GatewayAddress, Identity, IstioNamespace, UseWaypoint};
 use ppp::v2::{Addresses, Header, IPv4};
 use relay::{Client, Exceeded};
+use socket2::{Domain, Socket, Type};
 
-use super::*;
+use super::{super::arrive::Arrive, *};
 use crate::{
     copy::Flow,
     inbound::{Accepted, Inbound, Refusal, Request},
@@ -214,4 +215,81 @@ fn a_pod_of_a_gateway_takes_streams_as_its_binding_says() {
         let of = format!(" dst={SERVER}:{port} ");
         assert!(lines.iter().any(|line| line.contains(&of)), "{lines:?}");
     }
+}
+
+impl World {
+    /// Returns what connects streams to the server.
+    fn arrive(&self) -> Arrive {
+        let entries = self.proxy.relay().entries();
+        let mut all = entries.iter().filter(|entry| entry.listeners.is_some());
+        let server = all.find(|entry| entry.attached.workload.name.name() == "server");
+        let attached = &server.unwrap().attached;
+        Arrive::new(&self.engine.shared, attached, identity("server"))
+    }
+
+    /// Runs an attempt to connect a stream of this peer to the server, for this time at most. `None`: the attempt is given up.
+    fn arrives(&self, peer: Identity, at_most: Duration) -> Option<Result<(), Refusal>> {
+        let request = Request {
+            peer,
+            client: SocketAddr::from((Ipv4Addr::LOCALHOST, 40_000)),
+            authority: "10.96.0.10:80".parse().unwrap(),
+        };
+        let (arrive, (report, made)) = (self.arrive(), mpsc::channel());
+        self.engine.tunnels.outbound(move |_| async move {
+            let attempt = tokio::time::timeout(at_most, arrive.connect(request)).await;
+            let _ = report.send(attempt.ok().map(|made| made.map(drop)));
+        });
+        made.recv_timeout(PATIENCE).unwrap()
+    }
+}
+
+/// The application must not take a part of the header, or the header alone, for a whole connection.
+#[test]
+fn an_attempt_that_is_given_up_during_the_header_is_reset() {
+    let world = World::new();
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    // The kernel of the client then keeps only few bytes: the rest of the header waits.
+    socket.set_tcp_mss(88).unwrap();
+    socket.set_recv_buffer_size(1).unwrap();
+    let at = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    socket.bind(&at.into()).unwrap();
+    socket.listen(1).unwrap();
+    let pod = TcpListener::from(socket);
+    world.bind_server(Binding {
+        has_header: true,
+        port: Some(pod.local_addr().unwrap().port()),
+    });
+    let peer = Identity::new("cluster.local", "shop", &"a".repeat(60_000)).unwrap();
+    let attempt = world.arrives(peer, Duration::from_millis(500));
+    assert!(attempt.is_none(), "the header was written: {attempt:?}");
+    let (accepted, _) = pod.accept().unwrap();
+    accepted.set_read_timeout(Some(PATIENCE)).unwrap();
+    let error = read(&accepted).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::ConnectionReset, "{error}");
+}
+
+/// The route does not find this, because it judges the address of the Pod.
+#[test]
+fn a_binding_to_a_port_of_the_proxy_is_a_bad_request() {
+    let world = World::new();
+    let own = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    world.bind_server(Binding {
+        has_header: true,
+        port: Some(own.local_addr().unwrap().port()),
+    });
+    let server = workload("server", &[Ipv4Addr::new(10, 244, 2, 5)]);
+    world.proxy.remove(&server.name, Duration::ZERO);
+    let attached = world.proxy.add(Attachment {
+        workload: server,
+        namespace: None,
+        outbound: vec![own],
+        inbound: vec![],
+        tunnels: vec![],
+        egress: Egress::Allow,
+    });
+    attached.unwrap();
+    let refused = world.arrives(identity("client"), PATIENCE);
+    assert_eq!(refused, Some(Err(Refusal::BadRequest)));
+    let lines = world.end();
+    assert!(lines[0].ends_with("flags=LOOP"), "{lines:?}");
 }
