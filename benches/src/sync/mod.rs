@@ -4,6 +4,7 @@
 //! measured outside of the agent: the server notes when it sends the first byte of an answer and
 //! when it sends an event, and the kernel's tables show when a change has arrived.
 
+mod attach;
 mod neighbour;
 mod pods;
 mod restart;
@@ -81,7 +82,28 @@ pub fn run(quick: bool) -> anyhow::Result<Vec<Row>> {
     }
     rows.extend(restarts(&extent)?);
     rows.extend(together(&extent)?);
+    rows.push(starting(&extent)?);
     Ok(rows)
+}
+
+/// Measures pods that start together.
+fn starting(extent: &Extent) -> anyhow::Result<Row> {
+    let services = 1_000;
+    say!("measuring {} pods that start together", attach::PODS);
+    let times = attach::run(services, extent.bursts)?;
+    Ok(Row {
+        bench: "sync",
+        path: "dataplane",
+        case: "starting",
+        services,
+        metric: "attached_ms",
+        unit: "ms",
+        value: median(&mut times.clone()),
+        baseline: None,
+        ratio: None,
+        failed: 0,
+        rounds: times.into_iter().map(|time| vec![time]).collect(),
+    })
 }
 
 /// Measures a restart: an agent is killed, another agent starts, and captured connections are
@@ -378,6 +400,16 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
             uncertainty: 0.0,
         })
     });
+    let starting = find(rows, "dataplane", 1_000, "starting", "attached_ms");
+    let starting = starting.map(|row| Target {
+        what: format!(
+            "{} pods that start together: all interfaces have programs, ms",
+            attach::PODS
+        ),
+        value: row.value,
+        at_most: 100.0,
+        uncertainty: row.uncertainty(),
+    });
     let beside = Neighbour::ALL.into_iter().filter_map(|neighbour| {
         let row = find(rows, "dataplane", 1_000, neighbour.case(), "change_max_ms")?;
         Some(Target {
@@ -434,5 +466,6 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
         .chain(beside)
         .chain(restart)
         .chain(together)
+        .chain(starting)
         .collect()
 }

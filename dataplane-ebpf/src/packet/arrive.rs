@@ -21,7 +21,7 @@ use super::{
     refuse, reverse, route,
     scratch::{self, Scratch, scratch},
     skb::{NESTED_PRIORITY, OTHER_VLAN, PACKET_HOST, PACKET_OTHERHOST, Skb},
-    source_routes, through,
+    sockets, source_routes, through,
 };
 use crate::{
     capture,
@@ -253,13 +253,15 @@ fn arrived(skb: Skb, s: &mut Scratch, now: Tick) -> Action {
 }
 
 /// Marks a packet in the middle of an unknown connection, if it may be to a service ([`reset`]). The stack answers
-/// packets to the node's own addresses. A pod's connection may be older than the service, unless it goes to a cluster
-/// IP, which only services have. (Not inlined: see [`is_pods`].)
+/// packets to the node's own addresses. The connection of a pod's socket is older than the service or the agent, unless it
+/// goes to a cluster IP, which only services have. (Not inlined: see [`is_pods`].)
 #[inline(never)]
 fn note_unknown(skb: Skb, s: &Scratch) {
     let place = VipPlace::of(s.packet.key.dst);
     let words = decide::Tables::vips(&Live, place.index());
-    if place.may_have_ports(words) && (place.may_be_cluster(words) || !is_pods(skb)) {
+    if place.may_have_ports(words)
+        && (place.may_be_cluster(words) || !is_pods(skb) || !sockets::is_sent_by_tcp(skb))
+    {
         skb.set_unknown();
     }
 }

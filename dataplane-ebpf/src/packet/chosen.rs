@@ -6,14 +6,14 @@ use core::ptr::{from_ref, null_mut, read_volatile};
 
 use aya_ebpf::{
     bindings::__sk_buff,
-    helpers::generated::{bpf_get_socket_cookie, bpf_sk_fullsock, bpf_sk_storage_get},
+    helpers::generated::{bpf_get_socket_cookie, bpf_sk_storage_get},
 };
 use dataplane_common::{
     packet::FlowKey,
     tables::{Peer, PeerSets, UdpFlows, flow_owner},
 };
 
-use super::skb::Skb;
+use super::{skb::Skb, sockets};
 use crate::{
     sets::{find, place_of},
     socket::flows,
@@ -53,17 +53,12 @@ fn has_chosen(skb: Skb, key: &FlowKey) -> bool {
     if !kept.is_null() {
         return true;
     }
-    // SAFETY: a field of the context, checked for null before each use; the tables' elements live as long as the socket,
-    // which lives as long as its packet.
+    let sk = sockets::sender(skb);
+    if sk.is_null() {
+        return false;
+    }
+    // SAFETY: the tables' elements live as long as the socket, which lives as long as its packet.
     unsafe {
-        let sk = read_volatile(&raw const (*skb.0).__bindgen_anon_2.sk);
-        if sk.is_null() {
-            return false;
-        }
-        let sk = bpf_sk_fullsock(sk);
-        if sk.is_null() {
-            return false;
-        }
         let kept = bpf_sk_storage_get(
             from_ref(&MORE_PEERS).cast_mut().cast(),
             sk.cast(),

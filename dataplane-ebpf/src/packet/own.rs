@@ -9,7 +9,6 @@
 
 use core::ptr::read_volatile;
 
-use aya_ebpf::helpers::generated::bpf_sk_fullsock;
 use dataplane_common::packet::Iface;
 
 use super::{
@@ -17,6 +16,7 @@ use super::{
     route::{self, ONWARD},
     scratch::Scratch,
     skb::Skb,
+    sockets,
 };
 
 /// Whether a datagram leaves by another interface than the one that leads to its destination: [`Scratch::way`] is the way there.
@@ -40,13 +40,7 @@ pub fn is_turned(skb: Skb, s: &mut Scratch) -> bool {
 /// Whether a socket of this host that is not bound to a device sends the packet.
 #[inline(always)]
 fn is_free(skb: Skb) -> bool {
-    // SAFETY: a field of the context, checked for null before each use, and one of the socket.
-    unsafe {
-        let sk = read_volatile(&raw const (*skb.0).__bindgen_anon_2.sk);
-        if sk.is_null() {
-            return false;
-        }
-        let sk = bpf_sk_fullsock(sk);
-        !sk.is_null() && read_volatile(&raw const (*sk).bound_dev_if) == 0
-    }
+    let sk = sockets::sender(skb);
+    // SAFETY: a field of the socket.
+    !sk.is_null() && unsafe { read_volatile(&raw const (*sk).bound_dev_if) } == 0
 }

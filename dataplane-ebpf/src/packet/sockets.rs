@@ -3,8 +3,8 @@
 use core::ptr::read_volatile;
 
 use aya_ebpf::{
-    bindings::bpf_sock_tuple,
-    helpers::generated::{bpf_sk_lookup_udp, bpf_sk_release, bpf_skc_lookup_tcp},
+    bindings::{bpf_sock, bpf_sock_tuple},
+    helpers::generated::{bpf_sk_fullsock, bpf_sk_lookup_udp, bpf_sk_release, bpf_skc_lookup_tcp},
 };
 use dataplane_common::{Addr, Protocol, packet::FlowKey};
 
@@ -13,6 +13,8 @@ use crate::packet::conntrack::node_addr;
 
 /// The network namespace of the interface (`BPF_F_CURRENT_NETNS`).
 const CURRENT_NETNS: u64 = u64::MAX;
+/// TCP's number, as a socket has it.
+const TCP: u32 = 6;
 
 /// The addresses and ports of a packet to a socket of the node.
 #[repr(C)]
@@ -40,6 +42,29 @@ impl Tuple {
             size: 36,
         }
     }
+}
+
+/// Returns the socket that sends the packet, or null. A packet from another machine has no socket here, and one from a
+/// virtual machine has that of its interface.
+#[inline(always)]
+pub fn sender(skb: Skb) -> *mut bpf_sock {
+    // SAFETY: a field of the context, checked for null before its use.
+    unsafe {
+        let sk = read_volatile(&raw const (*skb.0).__bindgen_anon_2.sk);
+        if sk.is_null() {
+            sk
+        } else {
+            bpf_sk_fullsock(sk)
+        }
+    }
+}
+
+/// Whether a TCP socket of a pod sends the packet.
+#[inline(always)]
+pub fn is_sent_by_tcp(skb: Skb) -> bool {
+    let sk = sender(skb);
+    // SAFETY: a field of the socket.
+    !sk.is_null() && unsafe { read_volatile(&raw const (*sk).protocol) } == TCP
 }
 
 /// Whether a socket of the node would receive the endpoint's packets to the flow's port: a socket that is connected to

@@ -277,6 +277,15 @@ pub fn set_offload(interface: &str, what: Offload, on: bool) -> io::Result<()> {
     Ok(())
 }
 
+/// Makes a packet socket take a header before each frame that says what is left to the device (`struct virtio_net_hdr` in
+/// `include/uapi/linux/virtio_net.h`).
+///
+/// # Errors
+/// If the kernel refuses.
+pub fn take_device_headers(socket: BorrowedFd<'_>) -> io::Result<()> {
+    sys::packet_vnet_hdr(socket)
+}
+
 /// Allows packets of this many bytes, still to be segmented, on a device of this thread's network namespace: for both
 /// families, for sending and for merging received packets (`IFLA_GSO_MAX_SIZE` and so on). Above 64 KiB this is BIG
 /// TCP.

@@ -10,10 +10,14 @@ use dataplane_tests::{Host, Lab};
 use kernel::trial::{Offload, set_offload};
 
 use crate::{
-    cluster::{Cluster, TCP, UDP, eventually},
+    cluster::{Cluster, POD_CIDRS, TCP, UDP, eventually},
     features::on,
     manifest::Service,
-    sockets::{address, answered, ask, bytes, inject, link, tcp, transfer, udp},
+    sockets::{
+        address, answered, arrived, ask, bytes, inject, inject_partial, link, tap, tcp, transfer,
+        udp,
+    },
+    ways::narrow,
 };
 
 scenarios! {
@@ -23,6 +27,7 @@ scenarios! {
     frames_that_are_cut_short_do_no_harm,
     a_priority_is_no_vlan,
     payloads_are_whole_whoever_makes_checksums_and_segments,
+    segments_of_a_tunnel_to_a_service_pass,
 }
 
 fn web(lab: &Lab, endpoint: &str) -> Service {
@@ -30,6 +35,20 @@ fn web(lab: &Lab, endpoint: &str) -> Service {
         .node_port("tcp", 80, TCP, 30080)
         .node_port("udp", 53, UDP, 30053)
         .endpoints(&[lab.pod(endpoint)])
+}
+
+/// As [`web`], with the endpoint `far`.
+fn elsewhere(lab: &Lab) -> Service {
+    Service::new("far", &["10.96.0.11", "fd00:96::11"])
+        .node_port("tcp", 80, TCP, 30081)
+        .node_port("udp", 53, UDP, 30054)
+        .endpoints(&[lab.pod("far")])
+}
+
+fn set(host: &Host, interface: &str, what: Offload, to: bool) -> Result<()> {
+    on(host, |_| {
+        set_offload(interface, what, to).with_context(|| format!("{what:?} of {interface}"))
+    })
 }
 
 /// The uplink is a VLAN's device: its packets reach the device below with their tag beside them, and
@@ -51,14 +70,7 @@ fn services_are_reached_by_way_of_a_vlan() -> Result<()> {
         host.ip(&format!("addr add fd42::{number}/64 dev eth0.42 nodad"))?;
         host.ip("link set eth0.42 up")?;
     }
-    let services = |lab: &Lab| {
-        vec![web(lab, "near"), {
-            Service::new("far", &["10.96.0.11", "fd00:96::11"])
-                .node_port("tcp", 80, TCP, 30081)
-                .node_port("udp", 53, UDP, 30054)
-                .endpoints(&[lab.pod("far")])
-        }]
-    };
+    let services = |lab: &Lab| vec![web(lab, "near"), elsewhere(lab)];
     let arguments = ["--nodeport-addresses", "192.168.142.0/24,fd42::/64"];
     let cluster = Cluster::start_in(lab, &["near", "far"], services, &arguments)?;
     let ext = cluster.lab.external("ext");
@@ -81,14 +93,24 @@ fn services_are_reached_by_way_of_a_vlan() -> Result<()> {
     Ok(())
 }
 
+/// Also if the client leaves checksums to its device, and if the node's devices leave them to the stack.
 fn options_and_extension_headers_pass() -> Result<()> {
-    let cluster = Cluster::start(|lab| vec![web(lab, "near")])?;
+    let cluster = Cluster::start(|lab| vec![web(lab, "near"), elsewhere(lab)])?;
     let (ext, node) = (cluster.lab.external("ext"), cluster.lab.node("node2"));
     let links = [link(node, "eth0")?, link(ext, "eth0")?];
-    for v4 in [true, false] {
+    for bits in 0..16 {
+        let [v4, is_near, partial, sums] = [1, 2, 4, 8].map(|bit| bits & bit != 0);
+        for interface in ["eth0", "veth-near"] {
+            set(node, interface, Offload::Checksum, sums)?;
+        }
+        let (port, endpoint) = if is_near {
+            (30053, "near")
+        } else {
+            (30054, "far")
+        };
         let (from, to) = (
             address(ext, v4),
-            SocketAddr::from((address(node, v4), 30053)),
+            SocketAddr::from((address(node, v4), port)),
         );
         let socket = udp(ext, (from, 0))?;
         let data = bytes(100, 7);
@@ -137,9 +159,19 @@ fn options_and_extension_headers_pass() -> Result<()> {
             }
         }
         for packet in packets {
-            inject(ext, "eth0", &[packet.frame()])?;
-            let what = || format!("options {:?}, {:?}", packet.options, packet.extensions);
-            ensure!(answered(&socket, to, &data).with_context(what)? == "near");
+            if partial {
+                inject_partial(ext, "eth0", &packet)?;
+            } else {
+                inject(ext, "eth0", &[packet.frame()])?;
+            }
+            let (options, extensions) = (&packet.options, &packet.extensions);
+            let what = || {
+                format!(
+                    "{to}, options {options:?}, {extensions:?}; checksums by the client's device: {partial}, by the \
+                     node's: {sums}"
+                )
+            };
+            ensure!(answered(&socket, to, &data).with_context(what)? == endpoint);
         }
     }
     Ok(())
@@ -295,23 +327,10 @@ fn a_priority_is_no_vlan() -> Result<()> {
 /// Where the devices of the way make checksums and segments, and where the stack does.
 fn payloads_are_whole_whoever_makes_checksums_and_segments() -> Result<()> {
     use Offload::{Checksum, Receive, Segments};
-    let cluster = Cluster::start(|lab| {
-        vec![
-            web(lab, "near"),
-            Service::new("far", &["10.96.0.11", "fd00:96::11"])
-                .node_port("tcp", 80, TCP, 30081)
-                .node_port("udp", 53, UDP, 30054)
-                .endpoints(&[lab.pod("far")]),
-        ]
-    })?;
+    let cluster = Cluster::start(|lab| vec![web(lab, "near"), elsewhere(lab)])?;
     let lab = &cluster.lab;
     let (ext, node) = (lab.external("ext"), lab.node("node2"));
     let (near, far) = (lab.pod("near"), lab.pod("far"));
-    let set = |host: &Host, interface: &str, what: Offload, to: bool| {
-        on(host, |_| {
-            set_offload(interface, what, to).with_context(|| format!("{what:?} of {interface}"))
-        })
-    };
     let devices = [
         (ext, "eth0"),
         (node, "eth0"),
@@ -348,5 +367,40 @@ fn payloads_are_whole_whoever_makes_checksums_and_segments() -> Result<()> {
             }
         }
     }
+    Ok(())
+}
+
+/// A pod sends packets of VXLAN to a VIP, many segments in one, and the way is narrower than they are. The programs do not
+/// see the headers inside: the segments may be longer than the way's MTU (`docs/differences.md`).
+fn segments_of_a_tunnel_to_a_service_pass() -> Result<()> {
+    const VXLAN: u16 = 4789;
+    let tunnel = |lab: &Lab| {
+        let service = Service::new("tunnel", &["10.96.0.13"]).port("udp", VXLAN, VXLAN);
+        vec![service.endpoints(&[lab.pod("far")])]
+    };
+    let lab = Cluster::lab_of_packets()?;
+    let cluster = Cluster::start_in(lab, &["far"], tunnel, &POD_CIDRS)?;
+    let (client, far) = (cluster.client(), cluster.lab.pod("far"));
+    let node = cluster.lab.node("node2");
+    narrow(node)?;
+    set(node, "eth0", Offload::Segments, false)?;
+    let back = client.ipv4().to_string();
+    for (host, to, own) in [(client, "10.96.0.13", 1), (far, &back, 2)] {
+        host.ip(&format!(
+            "link add vx type vxlan id 7 dstport {VXLAN} remote {to} dev eth0 nolearning"
+        ))?;
+        host.ip("link set vx mtu 1400 up")?;
+        host.ip(&format!("addr add 172.31.0.{own}/24 dev vx"))?;
+    }
+    let inside = SocketAddr::from(([172, 31, 0, 2], 7));
+    let _server = far.serve(&["--tcp", &inside.to_string()])?;
+    let beyond = cluster.lab.node("node1");
+    let (at, seen) = (link(beyond, "eth0")?, tap(beyond)?);
+    let stream = tcp(client, inside)?;
+    ensure!(transfer(&stream, &bytes(300_000, 4))? == "far");
+    let frames = arrived(&seen).into_iter();
+    let lengths = frames.filter_map(|frame| frame.strip_prefix(&at).map(|rest| rest.len() - 8));
+    let longest = lengths.max().context("no frame")?;
+    println!("a VXLAN's longest packet on a way of 1400 bytes: {longest}");
     Ok(())
 }

@@ -21,7 +21,7 @@ scenarios! {
 }
 
 /// The network that the clients' addresses are in, and the first client.
-pub const NETWORK: &str = "198.18.0.0/16";
+pub const NETWORK: &str = "198.18.0.0/15";
 pub const FIRST: &str = "198.18.0.1";
 
 /// A cluster whose node2 serves UDP at node port 30053, and whose `ext` has every address of [`NETWORK`].

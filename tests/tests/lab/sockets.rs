@@ -3,13 +3,15 @@
 use std::{
     io,
     net::{IpAddr, SocketAddr, TcpStream, UdpSocket},
-    os::fd::{AsRawFd as _, OwnedFd},
+    os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
     thread,
     time::Duration,
 };
 
 use anyhow::{Context as _, Result, ensure};
+use dataplane_proof::wire::{Packet, fold, octets, pseudo};
 use dataplane_tests::{Host, patience};
+use kernel::trial::take_device_headers;
 use nix::{
     ifaddrs::getifaddrs,
     sys::socket::{
@@ -136,6 +138,25 @@ pub fn arrived(tap: &OwnedFd) -> Vec<Vec<u8>> {
 
 /// Sends frames as they are.
 pub fn inject(host: &Host, interface: &str, frames: &[Vec<u8>]) -> Result<()> {
+    inject_as(host, interface, frames, false)
+}
+
+/// Sends a datagram of UDP whose checksum is left to the device.
+pub fn inject_partial(host: &Host, interface: &str, packet: &Packet) -> Result<()> {
+    let (mut frame, length) = (packet.frame(), packet.payload().len());
+    let start = frame.len() - length;
+    let [src, dst] = [packet.src, packet.dst].map(octets);
+    let sum = fold(pseudo(&src, &dst, packet.protocol(), length));
+    frame[start + 6..start + 8].copy_from_slice(&sum.to_be_bytes());
+    let [a, b] = u16::try_from(start)?.to_ne_bytes();
+    let [c, d] = 6_u16.to_ne_bytes();
+    // `VIRTIO_NET_HDR_F_NEEDS_CSUM`, where the sum begins, and where it goes.
+    frame.splice(0..0, [1, 0, 0, 0, 0, 0, a, b, c, d]);
+    inject_as(host, interface, &[frame], true)
+}
+
+/// `headed`: see [`take_device_headers`].
+fn inject_as(host: &Host, interface: &str, frames: &[Vec<u8>], headed: bool) -> Result<()> {
     on(host, |_| {
         let link = link_addr(interface)?;
         let socket = socket(
@@ -144,6 +165,9 @@ pub fn inject(host: &Host, interface: &str, frames: &[Vec<u8>]) -> Result<()> {
             SockFlag::empty(),
             None,
         )?;
+        if headed {
+            take_device_headers(socket.as_fd())?;
+        }
         for frame in frames {
             sendto(socket.as_raw_fd(), frame, &link, MsgFlags::empty())
                 .with_context(|| format!("send a frame of {} bytes", frame.len()))?;

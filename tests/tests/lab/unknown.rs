@@ -15,17 +15,19 @@ use dataplane_proof::wire::{Packet, Payload, flags, octets};
 use dataplane_tests::{Host, Lab};
 
 use crate::{
-    cluster::verdicts,
+    cluster::{Cluster, TCP, eventually, lived, reaches, serve, verdicts},
     differential::{
         case::{At, Numbered},
         world::{Settings, Worker, World},
     },
+    manifest::Service,
     sockets::{address, arrived, enough, inject, link, tap},
 };
 
 scenarios! {
     Dataplane:
     unknown_connections_end_at_once,
+    connections_older_than_a_service_go_on,
 }
 
 const WORKERS: [Worker; 3] = [
@@ -91,16 +93,18 @@ fn unknown_connections_end_at_once() -> Result<()> {
         let node = world.host("node1");
         let beyond = tap(world.host("world"))?;
         let mut told = Vec::new();
-        for (client, interface, towards, ats) in [
-            ("ext", "eth0", link(node, "eth0")?, &At::ALL[..]),
-            ("vm", "eth0", link(node, "veth-vm")?, &[At::ClusterIp]),
+        // No socket of the pod has the connection either: as a virtual machine's after it was moved here.
+        for (client, interface, towards) in [
+            ("ext", "eth0", link(node, "eth0")?),
+            ("vm", "eth0", link(node, "veth-vm")?),
+            ("pod", "eth0", link(node, "veth-pod")?),
         ] {
             let host: &Host = world.host(client);
             let own = tap(host)?;
             let mut port = 40_000;
             for (v4, at) in [true, false]
                 .into_iter()
-                .flat_map(|v4| ats.iter().map(move |at| (v4, *at)))
+                .flat_map(|v4| At::ALL.map(|at| (v4, at)))
             {
                 let bits = flags::ACK | flags::PSH;
                 port += 1;
@@ -130,6 +134,26 @@ fn unknown_connections_end_at_once() -> Result<()> {
     }
     for ours in &seen[1..] {
         ensure!(seen[0] == *ours, "{:?}\nis not {ours:?}", seen[0]);
+    }
+    Ok(())
+}
+
+/// A pod's connection to an address and port goes on when a service claims both, as with kube-proxy, whose rules see only
+/// the first packet of a connection.
+fn connections_older_than_a_service_go_on() -> Result<()> {
+    let cluster = Cluster::start(|_| vec![])?;
+    let (client, ext) = (cluster.client(), cluster.lab.external("ext"));
+    let _server = serve(ext)?;
+    for address in ext.addresses() {
+        let to = SocketAddr::new(address, TCP).to_string();
+        let held = client.hold(&to)?;
+        let claims = Service::new("claims", &["10.96.0.10", "fd00:10:96::10"])
+            .port("tcp", TCP, TCP)
+            .set("externalIPs", vec![address.to_string()])
+            .endpoints(&[cluster.lab.pod("near")]);
+        cluster.manifests.write(&[claims])?;
+        eventually(|| reaches(client, &to, "connect", &["near"]).map(drop))?;
+        lived(held)?;
     }
     Ok(())
 }

@@ -111,6 +111,23 @@ pub fn tun_make(tun: BorrowedFd<'_>, interface: &str) -> io::Result<()> {
     checked(unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETIFF as _, &raw mut ifreq) })
 }
 
+/// Makes a packet socket take a `struct virtio_net_hdr` before each frame.
+pub fn packet_vnet_hdr(socket: BorrowedFd<'_>) -> io::Result<()> {
+    const PACKET_VNET_HDR: libc::c_int = 15; // include/uapi/linux/if_packet.h
+    const SIZE: libc::socklen_t = 4;
+    let on: libc::c_int = 1;
+    // SAFETY: the value lives until the call is over, and has the size that we say.
+    checked(unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_PACKET,
+            PACKET_VNET_HDR,
+            (&raw const on).cast(),
+            SIZE,
+        )
+    })
+}
+
 /// A request about a network device.
 fn ifreq(interface: &str) -> libc::ifreq {
     // SAFETY: plain data, for which zero is a value.

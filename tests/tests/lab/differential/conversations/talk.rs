@@ -123,6 +123,33 @@ impl Ends {
             self.again();
         }
     }
+
+    /// Sends the bytes of the last packet once more, cut elsewhere: in two segments that overlap, of which the second may go
+    /// on with new bytes.
+    fn again_in_other_segments(&mut self, rng: &mut SmallRng) {
+        let Some(Step::Packet(last)) = self.steps.last().copied() else {
+            return;
+        };
+        let end = rng.random_range(1..=last.bytes);
+        let start = rng.random_range(0..end);
+        let more = if rng.random() {
+            rng.random_range(1..500)
+        } else {
+            0
+        };
+        for (from, to) in [(0, end), (start, last.bytes + more)] {
+            let from_number = u32::try_from(from).unwrap_or(0);
+            self.steps.push(Step::Packet(Sent {
+                numbers: [last.numbers[0].wrapping_add(from_number), last.numbers[1]],
+                bytes: to - from,
+                again: true,
+                ..last
+            }));
+        }
+        let own = usize::from(!last.by_client);
+        self.next[own] = self.next[own].wrapping_add(u32::try_from(more).unwrap_or(0));
+        self.seen[1 - own] = self.next[own];
+    }
 }
 
 impl Conversation {
@@ -269,6 +296,9 @@ impl Conversation {
             } else {
                 ends.send(by_client, ACK | PSH, rng.random_range(1..500));
                 ends.maybe_again(rng);
+                if rng.random_ratio(1, 4) {
+                    ends.again_in_other_segments(rng);
+                }
             }
             ends.send(!by_client, ACK, 0);
         }
