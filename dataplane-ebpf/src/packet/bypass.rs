@@ -27,7 +27,7 @@ use dataplane_common::{
 };
 
 use super::{
-    DROP, conntrack, is_pods,
+    DROP, conntrack, exchanges, is_pods,
     parse::WHOLE,
     reverse, route,
     scratch::Scratch,
@@ -83,6 +83,20 @@ fn write_key_of_port(s: &mut Scratch, interface: u32) {
     s.bypass.reserved = interface as u16;
 }
 
+/// Returns the flow with the key in `s`.
+#[inline(always)]
+fn flow(s: &Scratch) -> Option<Bypass> {
+    if s.bypass.protocol == Protocol::TCP {
+        return look(s);
+    }
+    exchanges::find(&s.bypass).map(|(interfaces, since)| Bypass {
+        interfaces,
+        since,
+        shown_by: Port::ANY,
+        reserved: 0,
+    })
+}
+
 /// Returns the entry with the key in `s`. An LRU's element may be reused while it is read: then one packet more, or one less,
 /// goes through the stack.
 #[inline(always)]
@@ -119,6 +133,13 @@ pub fn is_known(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
     }
     let key = s.packet.key;
     let from = write_key(s, &key);
+    if !s.packet.is_tcp() {
+        let known = flow(s).filter(|known| known.is_recent(now()));
+        let Some((arrives, leaves)) = known.map(|known| sides(&known, from)) else {
+            return false;
+        };
+        return arrives == skb.ifindex() && leads(skb, s, leaves);
+    }
     let Some(place) = BYPASS.get_ptr_mut(&s.bypass) else {
         return false;
     };
@@ -128,11 +149,7 @@ pub fn is_known(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
     if arrives != skb.ifindex() {
         return false;
     }
-    if !s.packet.is_tcp() {
-        if !found.is_recent(now()) {
-            return false;
-        }
-    } else if found.since as u16 != tick.number() {
+    if found.since as u16 != tick.number() {
         found.since = now();
     }
     leads(skb, s, leaves)
@@ -151,7 +168,7 @@ pub fn way_of_error(skb: Skb, s: &mut Scratch, back: &FlowKey) -> u32 {
         return 0;
     }
     let from = write_key(s, back);
-    let Some(found) = look(s) else {
+    let Some(found) = flow(s) else {
         return 0;
     };
     let (arrives, leaves) = sides(&found, from);
@@ -201,15 +218,33 @@ extern "C" fn packet_has_bypass(key: *const FlowKey) -> u32 {
         (src_port, dst_port) = (dst_port, src_port);
     }
     let ordered = FlowKey::new(*src, src_port, *dst, dst_port, key.protocol);
-    let Some(found) = BYPASS.get_ptr(&ordered) else {
+    let is_tcp = ordered.protocol == Protocol::TCP;
+    let since = if is_tcp {
+        // SAFETY: as in `look`.
+        BYPASS
+            .get_ptr(&ordered)
+            .map(|found| unsafe { (*found).since })
+    } else {
+        exchanges::find(&ordered).map(|(_, since)| since)
+    };
+    let Some(since) = since else {
         return 0;
     };
-    // SAFETY: as in `look`.
-    if Bypass::is_live(unsafe { (*found).since }, now()) {
+    if Bypass::is_live(since, now()) {
         return 1;
     }
-    let _ = BYPASS.remove(&ordered);
+    forget(&ordered);
     0
+}
+
+/// Forgets a flow.
+#[inline(always)]
+fn forget(key: &FlowKey) {
+    if key.protocol == Protocol::TCP {
+        let _ = BYPASS.remove(key);
+    } else {
+        exchanges::forget(key);
+    }
 }
 
 /// Finds the packet's way, and whether it can go by this interface.
@@ -311,7 +346,7 @@ fn may_begin(skb: Skb, s: &mut Scratch, tick: Tick) -> bool {
 pub fn note(skb: Skb, s: &mut Scratch) {
     let key = s.packet.key;
     write_key(s, &key);
-    let _ = BYPASS.remove(&s.bypass);
+    forget(&s.bypass);
     let (from, by) = (skb.ingress(), skb.ifindex());
     write_key_of_port(s, from);
     let Some(asked) = BYPASS.get_ptr_mut(&s.bypass) else {
@@ -343,6 +378,9 @@ fn add(s: &mut Scratch, [arrives, leaves]: [u32; 2], now: u32) -> bool {
     } else {
         [leaves, arrives]
     };
+    if !s.packet.is_tcp() {
+        return exchanges::add(&s.bypass, interfaces, now);
+    }
     let flow = Bypass {
         interfaces,
         since: now,

@@ -21,6 +21,7 @@ mod direct;
 mod enter;
 pub mod error;
 pub mod events;
+mod exchanges;
 mod explain;
 mod fragments;
 mod icmp;
