@@ -30,7 +30,8 @@ pub fn run(services: u32, rounds: u32) -> anyhow::Result<Vec<f64>> {
     let (node, pods) = (site.lab().node("agent"), site.lab().node("fresh").netns());
     let batch = |lines: &str| -> anyhow::Result<()> {
         let script = format!("ip -batch - <<'end'\n{lines}end");
-        node.command("sh").args(["-c", &script]).run().map(drop)
+        node.command("sh").args(["-c", &script]).run()?;
+        Ok(())
     };
     let mut times = Vec::new();
     for round in 0..rounds {

@@ -123,8 +123,8 @@ impl Stream {
     }
 
     /// Returns what the peer says about its workload.
-    pub fn told(&self) -> Option<Arc<Baggage>> {
-        self.lease.0.told()
+    pub fn baggage(&self) -> Option<Arc<Baggage>> {
+        self.lease.0.baggage()
     }
 
     /// Sends bytes that were read from the socket already, before [`Stream::copy`].

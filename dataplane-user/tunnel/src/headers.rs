@@ -82,9 +82,9 @@ pub fn answer(baggage: &str) -> HeaderMap {
     baggage.map(|value| (BAGGAGE, value)).into_iter().collect()
 }
 
-/// What a peer says in a request.
-#[derive(Clone, Debug)]
-pub struct Said {
+/// The statements of a peer in a request.
+#[derive(Clone, Debug, Default)]
+pub struct Statements {
     /// What it says about its workload.
     pub baggage: Option<Arc<Baggage>>,
     /// The name in DNS of the service that the client addressed.
@@ -93,12 +93,12 @@ pub struct Said {
     pub trace: Option<Trace>,
 }
 
-impl Said {
+impl Statements {
     /// Reads the headers of a request in a tunnel.
     pub fn read(headers: &HeaderMap, tunnel: &Tunnel) -> Self {
-        tunnel.hear(headers);
+        tunnel.read_baggage(headers);
         Self {
-            baggage: tunnel.told(),
+            baggage: tunnel.baggage(),
             host: host(headers),
             trace: Trace::read(headers),
         }

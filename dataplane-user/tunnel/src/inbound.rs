@@ -33,7 +33,7 @@ use super::{
     copy::{CloseReason, Flow, Stream},
     error::{Error, Phase},
     guard::{Bucket, Guard, PeerState},
-    headers::Said,
+    headers::Statements,
     outbound::{other, tls_failed},
     tls::{self, Check},
     tunnel::{self, Keepalive, Lease},
@@ -60,7 +60,7 @@ pub struct Request {
     /// The destination of the stream.
     pub authority: Authority,
     /// What the peer says.
-    pub said: Said,
+    pub statements: Statements,
 }
 
 impl Request {
@@ -438,7 +438,7 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
             peer: self.lease.0.peer.identity.clone(),
             client: self.client,
             authority,
-            said: Said::read(&head.headers, &self.lease.0),
+            statements: Statements::read(&head.headers, &self.lease.0),
         };
         // Its headers would stay for as long as the stream.
         drop(head);

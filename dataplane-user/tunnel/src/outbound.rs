@@ -200,7 +200,7 @@ impl<I: Identities + 'static> Outbound<I> {
         if status != StatusCode::OK {
             return Err(Error::Refused { to, status });
         }
-        lease.0.hear(response.headers());
+        lease.0.read_baggage(response.headers());
         Ok(Stream {
             send,
             recv: response.into_body(),

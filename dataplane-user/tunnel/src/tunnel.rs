@@ -37,7 +37,7 @@ pub struct Tunnel {
     ended: AtomicBool,
     end: Notify,
     failure: OnceLock<Error>,
-    told: OnceLock<Option<Arc<Baggage>>>,
+    baggage: OnceLock<Option<Arc<Baggage>>>,
 }
 
 impl Tunnel {
@@ -75,13 +75,13 @@ impl Tunnel {
 
     /// Reads what the peer says about its workload in the headers of the tunnel's first stream, and ignores those of later streams:
     /// a tunnel leads to or from one workload.
-    pub fn hear(&self, headers: &HeaderMap) {
-        self.told.get_or_init(|| headers::baggage(headers));
+    pub fn read_baggage(&self, headers: &HeaderMap) {
+        self.baggage.get_or_init(|| headers::baggage(headers));
     }
 
     /// Returns what the peer says about its workload.
-    pub fn told(&self) -> Option<Arc<Baggage>> {
-        self.told.get().cloned().flatten()
+    pub fn baggage(&self) -> Option<Arc<Baggage>> {
+        self.baggage.get().cloned().flatten()
     }
 
     /// Returns whether the tunnel takes no further streams.
@@ -171,7 +171,7 @@ impl Registry {
             ended: AtomicBool::new(false),
             end: Notify::new(),
             failure: OnceLock::new(),
-            told: OnceLock::new(),
+            baggage: OnceLock::new(),
         });
         let namespace = namespace.map(Box::<str>::from);
         if let Some(namespace) = namespace.clone() {

@@ -143,6 +143,12 @@ fn unknown_connections_end_at_once() -> Result<()> {
 fn connections_older_than_a_service_go_on() -> Result<()> {
     let cluster = Cluster::start(|_| vec![])?;
     let (client, ext) = (cluster.client(), cluster.lab.external("ext"));
+    let node = cluster.lab.node("node2");
+    ext.ip(&format!("route add 10.244.2.0/24 via {}", node.ipv4()))?;
+    ext.ip(&format!(
+        "-6 route add fd00:10:244:2::/64 via {}",
+        node.ipv6()
+    ))?;
     let _server = serve(ext)?;
     for address in ext.addresses() {
         let to = SocketAddr::new(address, TCP).to_string();

@@ -98,11 +98,11 @@ impl Arrive {
         if let Some((gateway, _)) = bound {
             session.arrives(gateway, authority);
         }
-        session.prove(self.own.clone(), request.peer, request.said.baggage);
-        if let Some(host) = &request.said.host {
+        session.prove(self.own.clone(), request.peer, request.statements.baggage);
+        if let Some(host) = &request.statements.host {
             session.name_service(host, &index);
         }
-        if let Some(trace) = request.said.trace {
+        if let Some(trace) = request.statements.trace {
             let name = &self.attached.workload.name;
             tracing::debug!("{name}: connection {trace} from {client} to {authority}");
         }

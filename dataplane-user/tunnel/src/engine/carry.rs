@@ -96,8 +96,8 @@ async fn connect<I: Identities + 'static>(
             Way::Tunnel(workload) => match request(shared, session, &index, &workload) {
                 Ok(wanted) => match outbound.connect(&wanted).await {
                     Ok(stream) => {
-                        let told = stream.told();
-                        session.prove(wanted.key.source, stream.peer().clone(), told);
+                        let baggage = stream.baggage();
+                        session.prove(wanted.key.source, stream.peer().clone(), baggage);
                         session.reached(&index);
                         return Ok(stream);
                     }

@@ -10,6 +10,7 @@ use socket2::{Domain, Socket, Type};
 use super::{super::arrive::Arrive, *};
 use crate::{
     copy::Flow,
+    headers::Statements,
     inbound::{Accepted, Inbound, Refusal, Request},
 };
 
@@ -233,6 +234,7 @@ impl World {
             peer,
             client: SocketAddr::from((Ipv4Addr::LOCALHOST, 40_000)),
             authority: "10.96.0.10:80".parse().unwrap(),
+            statements: Statements::default(),
         };
         let (arrive, (report, made)) = (self.arrive(), mpsc::channel());
         self.engine.tunnels.outbound(move |_| async move {
