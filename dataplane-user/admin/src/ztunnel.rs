@@ -205,19 +205,16 @@ fn put<T>(found: &mut Map<String, Value>, key: &str, of: &Values<T>, shown: impl
 }
 
 fn certificate(of: &Listed) -> Value {
-    let (state, chain) = match &of.serial {
-        Some(serial) => {
-            let leaf = json!({
-                "serialNumber": decimal(serial),
-                "validFrom": of.from,
-                "expirationTime": of.to,
-            });
-            ("Available".to_owned(), vec![leaf])
-        }
-        None => {
-            let cause = of.failed.as_ref().map_or("", |failed| &failed.cause);
-            (format!("Unavailable: {cause}"), Vec::new())
-        }
+    let (state, chain) = if let Some(serial) = &of.serial {
+        let leaf = json!({
+            "serialNumber": decimal(serial),
+            "validFrom": of.from,
+            "expirationTime": of.to,
+        });
+        ("Available".to_owned(), vec![leaf])
+    } else {
+        let cause = of.failed.as_ref().map_or("", |failed| &failed.cause);
+        (format!("Unavailable: {cause}"), Vec::new())
     };
     json!({ "identity": of.identity, "state": state, "certChain": chain })
 }

@@ -426,6 +426,27 @@ impl Mesh {
             }
             workload.rules.faults(&format!("{at}.rules"), &mut faults);
         }
+        self.faults_of_proxy(&mut faults);
+        if self.startup_taint.as_ref().is_some_and(String::is_empty) {
+            let text = "empty; expected a taint's key, such as dataplane.io/not-ready";
+            faults.push(("mesh.startupTaint".into(), text.into()));
+        }
+        if self.root_namespace().is_empty() {
+            let text = "empty; expected a namespace's name, such as istio-system";
+            faults.push(("mesh.rootNamespace".into(), text.into()));
+        }
+        if self.denies_unsupported() && self.proxy.uid.is_some() {
+            faults.push((
+                "mesh.unsupported".into(),
+                "deny has no effect: mesh.proxy.uid names another proxy, which may enforce Istio's objects; remove one of the \
+                 two keys"
+                    .into(),
+            ));
+        }
+        faults
+    }
+
+    fn faults_of_proxy(&self, faults: &mut Vec<(String, String)>) {
         if self.mark() == 0 || self.mark() & FROM_CLIENT != 0 {
             faults.push((
                 "mesh.proxy.mark".into(),
@@ -444,29 +465,12 @@ impl Mesh {
                 faults.push((at, "expected a number from 1".into()));
             }
         }
-        if self.startup_taint.as_ref().is_some_and(String::is_empty) {
-            let text = "empty; expected a taint's key, such as dataplane.io/not-ready";
-            faults.push(("mesh.startupTaint".into(), text.into()));
-        }
-        if self.root_namespace().is_empty() {
-            let text = "empty; expected a namespace's name, such as istio-system";
-            faults.push(("mesh.rootNamespace".into(), text.into()));
-        }
-        if self.denies_unsupported() && self.proxy.uid.is_some() {
-            faults.push((
-                "mesh.unsupported".into(),
-                "deny has no effect: mesh.proxy.uid names another proxy, which may enforce Istio's objects; remove one of the \
-                 two keys"
-                    .into(),
-            ));
-        }
         if self.outbound() == self.inbound() {
             faults.push((
                 "mesh.proxy".into(),
                 "outbound and inbound are the same port".into(),
             ));
         }
-        faults
     }
 
     /// The proxy's port for outbound connections.

@@ -15,7 +15,6 @@ use dataplane_proof::{
     wire::flags,
     world::MANY,
 };
-use kernel::{rig::SkbContext, tc::Direction};
 use plan::Write;
 
 use crate::crafted::{OUTSIDE, Then, check, ip, on, packet, refusal, vip};

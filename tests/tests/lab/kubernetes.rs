@@ -13,6 +13,7 @@ use dataplane_tests::{
     Agent, AgentBuilder, Host, Lab, Process,
     api::{ApiServer, Churn, Cluster as Objects, Options, Resource, objects},
     report::{LoadReport, Report},
+    without_packets,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -60,7 +61,7 @@ pub struct Site {
 impl Site {
     /// With objects, and an agent of sockets that has not been started.
     fn prepare(objects: impl FnOnce(&Lab) -> Vec<Value>) -> Result<Self> {
-        Self::prepare_with(objects, |agent| agent.sockets_only())
+        Self::prepare_with(objects, |agent| agent.args(without_packets()))
     }
 
     /// Likewise, with changes to the agent.

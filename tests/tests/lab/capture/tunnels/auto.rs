@@ -52,7 +52,7 @@ impl World {
 /// With `withoutProxy: pass`, too, nothing reaches `far` in plaintext while it speaks HBONE.
 pub fn auto_tunnels_only_what_speaks_hbone() -> Result<()> {
     let rules = json!({ "mode": "auto", "withoutProxy": "pass" });
-    let mut world = World::with(["ca", "ca"], rules)?;
+    let mut world = World::with(["ca", "ca"], &rules)?;
     for (to, why) in TO_PLAIN.into_iter().zip([
         "no Pod at this address is known to speak HBONE",
         "no endpoint of the service speaks HBONE",
@@ -119,7 +119,7 @@ pub fn auto_tunnels_only_what_speaks_hbone() -> Result<()> {
 
 /// `far` accepts plaintext of `plain` directly, until a policy demands an identity.
 pub fn auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod() -> Result<()> {
-    let world = World::with(["ca", "ca"], json!({ "mode": "auto" }))?;
+    let world = World::with(["ca", "ca"], &json!({ "mode": "auto" }))?;
     let (agent, plain) = (&world.agents[1], world.lab.pod("plain"));
     let to = TO_FAR[0];
     let inbound = |reason: Reason| {
@@ -175,7 +175,7 @@ pub fn auto_leads_plaintext_to_the_proxy_if_a_policy_selects_the_pod() -> Result
 pub fn no_flip_of_a_slice_sends_plaintext() -> Result<()> {
     for egress in ["allow", "deny"] {
         let rules = json!({ "mode": "auto", "withoutProxy": "pass", "egress": egress });
-        let world = World::with(["ca", "ca"], rules)?;
+        let world = World::with(["ca", "ca"], &rules)?;
         let (app, far, agent) = (world.app(), world.lab.pod("far"), &world.agents[0]);
         let pair = ["10.96.0.11:7", "10.96.0.10:7"];
         world.says(pair[0], Reason::Direct, "no endpoint of the service")?;

@@ -87,11 +87,11 @@ fn object(of: &Host, node: &str, is_captured: bool) -> Value {
 impl World {
     /// Runs an agent on each node, in the mode `proxy`. `authorities`: the directories of their authorities, which are made.
     fn new(authorities: [&str; 2]) -> Result<Self> {
-        Self::with(authorities, json!({ "mode": "proxy" }))
+        Self::with(authorities, &json!({ "mode": "proxy" }))
     }
 
     /// As [`World::new`], with these rules for all workloads.
-    fn with(authorities: [&str; 2], rules: Value) -> Result<Self> {
+    fn with(authorities: [&str; 2], rules: &Value) -> Result<Self> {
         Self::with_mesh(authorities, json!({ "rules": rules }))
     }
 

@@ -50,7 +50,7 @@ fn start_gate(world: &World) -> Result<Gate> {
 /// The waypoint sees the VIP and the client's identity. Without an address, nothing goes past it.
 pub fn connections_to_a_service_go_to_its_waypoint() -> Result<()> {
     for mode in ["proxy", "auto"] {
-        let world = World::with(["ca", "ca"], json!({ "mode": mode }))?;
+        let world = World::with(["ca", "ca"], &json!({ "mode": mode }))?;
         let (app, plain) = (world.app(), world.lab.pod("plain"));
         let gate = start_gate(&world)?;
         let address = plain.addresses()[0].to_string();
