@@ -50,7 +50,7 @@ fn pair(key: &FlowKey) -> u32 {
     // As `VipPlace::of`; the key has its ends in order.
     let mixed = (a ^ b).wrapping_mul(3) ^ c ^ d ^ ports;
     let hash = mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-    hash as u32 % PLACES & !1
+    (hash as u32 % PLACES) & !1
 }
 
 /// Returns the number of the flow's place, counted from 1; 0: it is not there. With external linkage, as in `table.rs`: its frame is

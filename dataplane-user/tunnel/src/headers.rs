@@ -9,8 +9,6 @@ use http::{
 };
 use relay::Baggage;
 
-use super::tunnel::Tunnel;
-
 /// The header in which each side describes its workload.
 const BAGGAGE: HeaderName = HeaderName::from_static("baggage");
 /// The header with the connection's number.
@@ -94,11 +92,10 @@ pub struct Statements {
 }
 
 impl Statements {
-    /// Reads the headers of a request in a tunnel.
-    pub fn read(headers: &HeaderMap, tunnel: &Tunnel) -> Self {
-        tunnel.read_baggage(headers);
+    /// Reads the headers of a request. `baggage`: what the peer has said in the tunnel's first stream.
+    pub fn read(headers: &HeaderMap, baggage: Option<Arc<Baggage>>) -> Self {
         Self {
-            baggage: tunnel.baggage(),
+            baggage,
             host: host(headers),
             trace: Trace::read(headers),
         }

@@ -434,11 +434,13 @@ impl<I: Identities + 'static, A: Inbound> Asked<I, A> {
             refuse(&mut respond, Refusal::BadRequest);
             return None;
         };
+        let tunnel = &self.lease.0;
+        tunnel.read_baggage(&head.headers);
         let request = Request {
-            peer: self.lease.0.peer.identity.clone(),
+            peer: tunnel.peer.identity.clone(),
             client: self.client,
             authority,
-            statements: Statements::read(&head.headers, &self.lease.0),
+            statements: Statements::read(&head.headers, tunnel.baggage()),
         };
         // Its headers would stay for as long as the stream.
         drop(head);
