@@ -1,6 +1,7 @@
 //! Peers that send more frames than they may.
 
 use std::{
+    io,
     net::{Ipv4Addr, SocketAddr},
     sync::{Arc, atomic::Ordering},
     time::Duration,
@@ -225,17 +226,17 @@ fn more_than_the_window_is_not_kept() {
 }
 
 /// Connects from this address of loopback.
-async fn connect_from(from: Ipv4Addr, to: SocketAddr) -> TcpStream {
+async fn connect_from(from: Ipv4Addr, to: SocketAddr) -> io::Result<TcpStream> {
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind((from, 0).into()).unwrap();
-    socket.connect(to).await.unwrap()
+    socket.connect(to).await
 }
 
 /// Returns the parameters of a stream whose tunnel comes from this address of loopback.
 fn stream_from(from: Ipv4Addr, at: SocketAddr, application: SocketAddr) -> Connect {
     let mut connect = to(at, application);
     connect.key.from = from.into();
-    connect.dial = Arc::new(move |to| Box::pin(async move { Ok(connect_from(from, to).await) }));
+    connect.dial = Arc::new(move |to| Box::pin(connect_from(from, to)));
     connect
 }
 
@@ -252,7 +253,8 @@ fn unfinished_handshakes_leave_room_for_other_clients_and_workloads() {
         let echo = echo().await;
         let mut silent = Vec::new();
         for _ in 0..100 {
-            silent.push(TcpStream::connect(mesh.at).await.unwrap());
+            // A connection that is refused may be reset before the client has noticed that it was made.
+            silent.extend(TcpStream::connect(mesh.at).await);
         }
         let error = mesh.failed.recv().await.unwrap();
         assert!(
@@ -264,7 +266,7 @@ fn unfinished_handshakes_leave_room_for_other_clients_and_workloads() {
         // Many clients take the workload's share.
         for number in 0..20 {
             let from = Ipv4Addr::new(127, 0, 1, number + 1);
-            silent.push(connect_from(from, mesh.at).await);
+            silent.extend(connect_from(from, mesh.at).await);
         }
         sleep(Duration::from_millis(200)).await;
         for at in [mesh.at, other] {
@@ -314,7 +316,7 @@ fn the_tunnels_to_one_workload_or_namespace_leave_room_for_others() {
             until("all tunnels have streams", || streams() == most).await;
             assert_eq!(mesh.inbound.waited.load(Ordering::Relaxed), 0);
             let from = Ipv4Addr::new(127, 0, 0, 8);
-            let next = Frames::by(&mesh, connect_from(from, mesh.at).await);
+            let next = Frames::by(&mesh, connect_from(from, mesh.at).await.unwrap());
             tokio::pin!(next);
             let waiting = timeout(Duration::from_millis(300), &mut next).await;
             assert!(waiting.is_err(), "the next tunnel waits");

@@ -270,7 +270,7 @@ fn rules_that_do_more_than_capture_stay() -> Result<()> {
         (
             "iptables-nft-restore",
             AMBIENT,
-            ["ambient mode", "ztunnel encrypts"],
+            ["ambient mode", "ztunnel's tunnels"],
         ),
         (
             "iptables-nft-restore",
