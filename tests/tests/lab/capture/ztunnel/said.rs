@@ -211,7 +211,6 @@ pub fn both_say_the_same_of_a_connection() -> Result<()> {
                 "source_workload=\"app\"",
                 "source_zone=\"east-1\"",
                 "source_region=\"east\"",
-                "destination_service=\"web.default.svc.cluster.local\"",
             ] {
                 ensure!(metrics.contains(label), "{label}: {metrics}");
             }
