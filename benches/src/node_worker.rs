@@ -1,4 +1,4 @@
-//! What carries the traffic of a node of the comparison.
+//! The worker that carries the traffic of a node of the comparison.
 
 use dataplane_peers::Mode;
 

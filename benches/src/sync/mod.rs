@@ -367,6 +367,16 @@ fn bursts(
     Ok((times, writes))
 }
 
+/// Returns a target of the agent with 1 000 services, with the measured value.
+fn target(rows: &[Row], case: &str, metric: &str, what: String, at_most: f64) -> Option<Target> {
+    find(rows, "dataplane", 1_000, case, metric).map(|row| Target {
+        what,
+        value: row.value,
+        at_most,
+        uncertainty: row.uncertainty(),
+    })
+}
+
 /// Returns the targets, each with the measured value.
 pub fn targets(rows: &[Row]) -> Vec<Target> {
     let restless = find(rows, "dataplane", 1_000, "restless", "change_p99_ms");
@@ -376,16 +386,16 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
         at_most: 10.0,
         uncertainty: 0.0,
     });
-    let restart = find(rows, "dataplane", 1_000, "restart", "captured_last_ms");
-    let restart = restart.map(|row| Target {
-        what: format!(
+    let restart = target(
+        rows,
+        "restart",
+        "captured_last_ms",
+        format!(
             "exec to captured connections of {} workloads served, ms",
             pods::WORKLOADS
         ),
-        value: row.value,
-        at_most: 1_000.0,
-        uncertainty: row.uncertainty(),
-    });
+        1_000.0,
+    );
     let together = [
         ("tables_p99_ms", "the tables have"),
         ("proxy_p99_ms", "a captured pod's proxy follows"),
@@ -400,16 +410,16 @@ pub fn targets(rows: &[Row]) -> Vec<Target> {
             uncertainty: 0.0,
         })
     });
-    let starting = find(rows, "dataplane", 1_000, "starting", "attached_ms");
-    let starting = starting.map(|row| Target {
-        what: format!(
+    let starting = target(
+        rows,
+        "starting",
+        "attached_ms",
+        format!(
             "{} pods that start together: all interfaces have programs, ms",
             attach::PODS
         ),
-        value: row.value,
-        at_most: 100.0,
-        uncertainty: row.uncertainty(),
-    });
+        100.0,
+    );
     let beside = Neighbour::ALL.into_iter().filter_map(|neighbour| {
         let row = find(rows, "dataplane", 1_000, neighbour.case(), "change_max_ms")?;
         Some(Target {

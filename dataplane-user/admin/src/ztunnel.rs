@@ -4,7 +4,7 @@ use std::{collections::HashMap, fmt::Display, net::IpAddr, sync::Arc};
 
 use identity::Listed;
 use model::{
-    Cluster, Effect, Istio, Label, Place, Service, ServiceType, Snapshot, Waypoint, Workload,
+    Cluster, Effect, Istio, Label, Service, ServiceType, Snapshot, Waypoint, Workload,
     authorization::{Action, Match, Values, Word},
 };
 use serde_json::{Map, Value, json};
@@ -49,7 +49,7 @@ fn workload(snapshot: &Snapshot, of: &Workload) -> Value {
         istio,
         ..
     } = snapshot;
-    let is_here = of.place != Place::Elsewhere;
+    let is_here = of.is_here();
     let telemetry = &of.telemetry;
     let mut found = json!({
         "uid": uid(cluster, of),
@@ -240,7 +240,7 @@ fn decimal(hexadecimal: &str) -> String {
 #[cfg(test)]
 mod tests {
     use model::{
-        IstioNamespace, IstioPolicy, WorkloadName,
+        IstioNamespace, IstioPolicy, Place, WorkloadName,
         authorization::{Authorization, Rule},
     };
 

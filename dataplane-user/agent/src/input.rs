@@ -116,29 +116,6 @@ pub struct Update {
     pub since: Option<Instant>,
 }
 
-/// Returns the snapshot that an agent on this node would serve for this view.
-///
-/// # Errors
-///
-/// If the kernel does not report the node's name or addresses.
-pub fn snapshot_of(view: View, settings: &settings::Node) -> Result<Snapshot, InputError> {
-    let feed = |_: &Arc<Node>| Ok(Box::new(Once(Some(view))) as Box<dyn Feed>);
-    Ok(Input::with(feed, settings, None, |_| {})?.snapshot)
-}
-
-/// A feed of one view.
-struct Once(Option<View>);
-
-impl Feed for Once {
-    fn take(&mut self) -> Option<View> {
-        self.0.take()
-    }
-
-    fn health(&self) -> Health {
-        Health::default()
-    }
-}
-
 impl Input {
     /// Begins to read a source. Manifests are read before this returns. `keeping`: the parts that only an agent has.
     ///
@@ -156,7 +133,8 @@ impl Input {
         Self::with(feed, settings, keeping, notify)
     }
 
-    fn with(
+    /// Likewise, with this feed.
+    pub(crate) fn with(
         feed: impl FnOnce(&Arc<Node>) -> Result<Box<dyn Feed>, OpenError>,
         settings: &settings::Node,
         keeping: Option<Keeping<'_>>,

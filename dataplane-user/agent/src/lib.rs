@@ -25,6 +25,7 @@ mod lookups;
 mod mesh;
 mod network;
 mod node;
+mod once;
 mod own_rules;
 mod path;
 mod problems;
@@ -46,9 +47,10 @@ use std::{
 };
 
 use accepting::Accepting;
-pub use input::{Input, InputError, snapshot_of, source};
+pub use input::{Input, InputError, source};
 use kernel::{ServiceTables, opener};
 pub use mesh::{namespace_with, options as mesh_options};
+pub use once::snapshot_of;
 use plan::{AdoptError, Planner};
 use settings::Settings;
 use source::{OpenError, manifests};

@@ -36,7 +36,7 @@ pub use basis::Basis;
 pub use beats::AWAY;
 pub use client::{Client, ResolvConf};
 pub use explain::{ExplainError, Questions, Step, steps};
-pub use log::{Answered, Queries};
+pub use log::Answered;
 pub use lookups::Lookups;
 pub use name::LowerName;
 pub use observer::Observer;

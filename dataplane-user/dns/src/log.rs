@@ -46,17 +46,6 @@ pub struct Answered {
     pub addresses: Vec<IpAddr>,
 }
 
-/// A page of the log.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Queries {
-    /// The queries, in the order in which they were answered.
-    pub queries: Vec<Answered>,
-    /// The number of the first query of the next page.
-    pub next: u64,
-    /// How many were gone before they were read.
-    pub lost: u64,
-}
-
 /// The most recent answered queries, recorded while a reader is present.
 #[derive(Debug, Default)]
 pub struct Log(Recent<Answered>);
@@ -112,13 +101,8 @@ impl Log {
     }
 
     /// Returns the queries from a number on, `most` at most; without a number, those that the agent answers from now on.
-    pub fn read(&self, from: Option<u64>, most: usize) -> Queries {
-        let Page { events, next, lost } = self.0.read(from, most);
-        Queries {
-            queries: events,
-            next,
-            lost,
-        }
+    pub fn read(&self, from: Option<u64>, most: usize) -> Page<Answered> {
+        self.0.read(from, most)
     }
 }
 
@@ -144,7 +128,7 @@ mod tests {
             "cache",
         );
         let page = log.read(Some(first.next), 10);
-        assert_eq!(page.queries[0].name, "www.example.com.");
-        assert_eq!(page.queries[0].client, "192.0.2.1");
+        assert_eq!(page.events[0].name, "www.example.com.");
+        assert_eq!(page.events[0].client, "192.0.2.1");
     }
 }

@@ -11,10 +11,11 @@ use hickory_proto::rr::RecordType;
 use prometheus_client::{
     collector::Collector, encoding::DescriptorEncoder, metrics::counter::Counter,
 };
+use threads::Page;
 
 use super::{
     explain::{ExplainError, Step},
-    log::Queries,
+    log::Answered,
     name::LowerName,
     shared::Shared,
 };
@@ -37,7 +38,7 @@ impl Observer {
 
     /// Returns queries from a number on, at most `most` of them; without a number, those that are answered from now on.
     /// The log records queries for a few seconds after each call.
-    pub fn queries(&self, from: Option<u64>, most: usize) -> Queries {
+    pub fn queries(&self, from: Option<u64>, most: usize) -> Page<Answered> {
         self.0.log.read(from, most)
     }
 

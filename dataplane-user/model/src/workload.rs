@@ -66,6 +66,11 @@ pub struct Workload {
 }
 
 impl Workload {
+    /// Whether it is on this node.
+    pub fn is_here(&self) -> bool {
+        self.place != Place::Elsewhere
+    }
+
     /// A workload of which nothing is known but its name and place.
     pub fn new(name: WorkloadName, place: Place) -> Self {
         let nothing: Arc<str> = "".into();

@@ -102,7 +102,7 @@ impl Session {
             own: at.own,
             peer: Some(at.peer),
             is_attested: true,
-            told: None,
+            baggage: None,
         }));
         if let Err(refusal) = arrival.route(index) {
             arrival.end(refusal.flag);
@@ -153,7 +153,7 @@ impl Session {
                     own: of.peer?,
                     peer: Some(of.own),
                     is_attested: true,
-                    told: None,
+                    baggage: None,
                 }))
             });
         }

@@ -1,13 +1,13 @@
 //! The header `baggage` of tunnels, in which each side describes its workload for the metrics and logs of the other side.
 
-use model::{Place, Snapshot, Workload};
+use model::{Snapshot, Workload};
 
 /// The maximum length of the header. A longer header is ignored.
 const HEADER: usize = 4096;
 /// The maximum length of a value: names of Kubernetes are not longer.
 const VALUE: usize = 253;
 
-/// What the other side of a tunnel says about its workload. Nothing verifies it, so only metrics and logs show it, and only for what
+/// The description of a workload by its side of a tunnel. Nothing verifies it, so only metrics and logs show it, and only for what
 /// the agent does not know itself. The namespace is not here: the certificate has it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Baggage {
@@ -82,16 +82,11 @@ impl Baggage {
     }
 }
 
-/// Whether a workload is on this node.
-pub fn is_here(workload: &Workload) -> bool {
-    workload.place != Place::Elsewhere
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
 
-    use model::{Node, WorkloadName};
+    use model::{Node, Place, WorkloadName};
     use proptest::prelude::*;
 
     use super::*;
@@ -129,7 +124,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_a_peer_says_only_names_are_left(
+        fn only_names_are_read(
             header in "((k8s\\.pod\\.name|service\\.(name|version)|cloud\\.region|x)[=,;]?\\PC{0,9}[,=]?){0,6}",
         ) {
             if let Some(read) = Baggage::read(&header) {
@@ -143,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_name_is_ignored() {
+    fn other_values_are_ignored() {
         let long = format!("service.name={}", "a".repeat(VALUE + 1));
         let huge = format!("service.name=web,{}", "a".repeat(HEADER));
         for (header, wanted) in [

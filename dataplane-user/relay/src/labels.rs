@@ -10,11 +10,7 @@ use model::{Identity, ServiceName, Snapshot, Workload};
 use prometheus_client::encoding::{EncodeLabel as _, EncodeLabelSet, LabelSetEncoder};
 use smallvec::SmallVec;
 
-use super::{
-    baggage::{Baggage, is_here},
-    direction::Direction,
-    outcome::Flag,
-};
+use super::{baggage::Baggage, direction::Direction, outcome::Flag};
 
 /// A kind of connections of one workload. Each kind has its own counters.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -37,7 +33,7 @@ impl CountersKey {
     pub fn rest(self) -> Self {
         let principals = self.principals.map(|of| Principals {
             peer: None,
-            told: None,
+            baggage: None,
             ..of
         });
         Self {
@@ -58,8 +54,8 @@ pub struct Principals {
     pub peer: Option<Identity>,
     /// Whether the relay attests them by network namespaces. Otherwise both sides have proven them in a tunnel.
     pub is_attested: bool,
-    /// What the other side of a tunnel says about its workload.
-    pub told: Option<Arc<Baggage>>,
+    /// The other side's description of its workload, in a tunnel.
+    pub baggage: Option<Arc<Baggage>>,
 }
 
 /// The value of a label that is not known, as in Istio.
@@ -106,7 +102,7 @@ impl Party {
 
     /// The labels, and whether the workload is on this node.
     fn compared(&self) -> ([&str; 6], bool) {
-        let is_here = self.0.as_ref().is_some_and(|workload| is_here(workload));
+        let is_here = self.0.as_ref().is_some_and(|workload| workload.is_here());
         let names = self.names();
         // An unknown side has the same labels as a workload with this name.
         (
@@ -121,17 +117,17 @@ impl Party {
         principals: Option<&'a Principals>,
         snapshot: &'a Snapshot,
     ) -> [&'a str; 9] {
-        let told = principals.and_then(|of| of.told.as_deref());
+        let baggage = principals.and_then(|of| of.baggage.as_deref());
         let region_and_zone =
-            |told: Option<&'a Baggage>| told.map_or([""; 2], |of| [&of.region, &of.zone]);
+            |baggage: Option<&'a Baggage>| baggage.map_or([""; 2], |of| [&of.region, &of.zone]);
         let [workload, service, revision, namespace, app, version] = self.names();
-        let shown = match (&self.0, told) {
+        let shown = match (&self.0, baggage) {
             (Some(of), _) => {
                 let node = &snapshot.node;
-                let [region, zone] = if is_here(of) {
+                let [region, zone] = if of.is_here() {
                     [&*node.region, &*node.zone]
                 } else {
-                    region_and_zone(told)
+                    region_and_zone(baggage)
                 };
                 let cluster = &*snapshot.cluster.name;
                 [
@@ -143,7 +139,7 @@ impl Party {
                 let namespace = principals
                     .and_then(|of| of.peer.as_ref())
                     .map_or("", Identity::namespace);
-                let [region, zone] = region_and_zone(told);
+                let [region, zone] = region_and_zone(baggage);
                 [
                     &of.workload,
                     &of.service,

@@ -131,7 +131,7 @@ mod tests {
             own,
             peer: Some(peer),
             is_attested: false,
-            told: None,
+            baggage: None,
         });
         let attested = both.clone().map(|of| Principals {
             is_attested: true,
@@ -160,34 +160,34 @@ mod tests {
         }
     }
 
-    /// What the agent does not know of a peer, the peer's baggage tells, except for the namespace.
+    /// The peer's baggage fills the labels that the agent does not know, except the namespace.
     #[test]
-    fn the_place_of_a_peer_is_the_nodes_or_as_it_says() {
+    fn the_place_of_a_peer_is_the_nodes_or_that_in_its_baggage() {
         let workload = |name, place| {
             let name = WorkloadName::new("shop", name);
             Party::of(&Arc::new(Workload::new(name, place)))
         };
-        let told = "k8s.cluster.name=other,k8s.namespace.name=root,k8s.deployment.name=api,service.name=a,service.version=v1,\
+        let baggage = "k8s.cluster.name=other,k8s.namespace.name=root,k8s.deployment.name=api,service.name=a,service.version=v1,\
                     cloud.region=west,cloud.availability_zone=west-1";
-        let principals = |told: Option<&str>| {
+        let principals = |baggage: Option<&str>| {
             let identity = |account| Identity::new("cluster.local", "far", account).unwrap();
             Some(Principals {
                 own: identity("own"),
                 peer: Some(identity("peer")),
                 is_attested: false,
-                told: told.and_then(Baggage::read).map(Arc::new),
+                baggage: baggage.and_then(Baggage::read).map(Arc::new),
             })
         };
         let elsewhere = workload("db", Place::Elsewhere);
-        for (peer, told, wanted) in [
+        for (peer, baggage, wanted) in [
             (
                 workload("db", Place::Address),
-                Some(told),
+                Some(baggage),
                 ["db", "db", "shop", "Kubernetes", "east", "east-1"],
             ),
             (
                 elsewhere.clone(),
-                Some(told),
+                Some(baggage),
                 ["db", "db", "shop", "Kubernetes", "west", "west-1"],
             ),
             (
@@ -197,7 +197,7 @@ mod tests {
             ),
             (
                 Party::nobody(),
-                Some(told),
+                Some(baggage),
                 ["api", "a", "far", "other", "west", "west-1"],
             ),
             (Party::nobody(), None, ["unknown"; 6]),
@@ -206,7 +206,7 @@ mod tests {
                 workload: workload("web", Place::Address),
                 key: CountersKey {
                     direction: Direction::Inbound,
-                    principals: principals(told),
+                    principals: principals(baggage),
                     service: Some(ServiceName::new("shop", "web")),
                     peer,
                     flag: Flag::None,

@@ -1,19 +1,19 @@
-//! Which pods the configuration captures, whatever labels say.
+//! The pods that the configuration captures, also against their labels.
 
 use std::collections::BTreeSet;
 
 use super::{Mesh, MeshNamespace};
 
-/// What the configuration says of the capture of a pod.
+/// The configuration's rules for the capture of a pod.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Enrols {
-    /// Whether the pod is captured, whatever labels say; `None` if labels decide.
+    /// Whether the pod is captured, also against its labels; `None` if labels decide.
     pub enforced: Option<bool>,
-    /// Whether the pod is captured if no label says anything.
+    /// Whether the pod is captured if no label decides.
     pub without_label: Option<bool>,
 }
 
-/// Namespaces whose pods are never captured, whatever labels say.
+/// Namespaces whose pods are never captured, also against their labels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NeverCaptured {
     /// These namespaces.
@@ -23,7 +23,7 @@ pub struct NeverCaptured {
 }
 
 impl Mesh {
-    /// Returns what the configuration says of the capture of a pod with a network namespace of its own.
+    /// Returns the configuration's rules for the capture of a pod with a network namespace of its own.
     pub fn enrols(&self, namespace: &str, pod: &str) -> Enrols {
         let is_excluded = self.excluded_namespaces().iter().any(|of| of == namespace);
         let its = self.rules_of(namespace);
@@ -58,7 +58,7 @@ impl Mesh {
         }
     }
 
-    /// Whether the pods of a namespace are captured, whatever labels say.
+    /// Whether the pods of a namespace are captured, also against their labels.
     fn enforced_in(&self, namespace: &str) -> Option<bool> {
         let its = self.rules_of(namespace);
         its.and_then(|of| of.enforced.captured)

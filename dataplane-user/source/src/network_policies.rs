@@ -46,8 +46,8 @@ pub struct Blocking {
     pub patch: Value,
 }
 
-/// What the agent's configuration says of the capture of a Pod, by namespace and name: whatever labels say, and if no label says
-/// anything.
+/// The rules of the agent's configuration for the capture of a Pod, by namespace and name: one that holds also against its labels,
+/// and one for a Pod for which no label decides.
 pub type Configured<'a> = &'a dyn Fn(&str, &str) -> [Option<bool>; 2];
 
 /// The rules of a policy without the port, by their indices, and the Pods that are affected.

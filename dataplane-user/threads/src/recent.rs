@@ -9,13 +9,15 @@ use std::{
     time::{Duration, Instant},
 };
 
+use serde::{Deserialize, Serialize};
+
 /// How long the log keeps events after the last read. So a reader that was killed costs nothing.
 const LEASE: Duration = Duration::from_secs(5);
 /// Maximum number of events in the log.
 const ROOM: usize = 8192;
 
 /// A page of the log.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Page<T> {
     /// The events, in their order.
     pub events: Vec<T>,
@@ -31,23 +33,23 @@ pub struct Recent<T> {
     start: Instant,
     /// The time until which a reader counts as present, in milliseconds from the start.
     until: AtomicU64,
-    kept: Mutex<Kept<T>>,
+    events: Mutex<Events<T>>,
 }
 
 #[derive(Debug)]
-struct Kept<T> {
-    events: VecDeque<T>,
+struct Events<T> {
+    all: VecDeque<T>,
     /// The number of the first of them.
     first: u64,
 }
 
 impl<T> Default for Recent<T> {
     fn default() -> Self {
-        let (events, first) = (VecDeque::new(), 0);
+        let (all, first) = (VecDeque::new(), 0);
         Self {
             start: Instant::now(),
             until: AtomicU64::new(0),
-            kept: Mutex::new(Kept { events, first }),
+            events: Mutex::new(Events { all, first }),
         }
     }
 }
@@ -70,11 +72,11 @@ impl<T> Recent<T> {
 
     /// Adds an event to the log.
     pub fn put(&self, event: T) {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.events.push_back(event);
-        if kept.events.len() > ROOM {
-            kept.events.pop_front();
-            kept.first += 1;
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        events.all.push_back(event);
+        if events.all.len() > ROOM {
+            events.all.pop_front();
+            events.first += 1;
         }
     }
 }
@@ -87,20 +89,20 @@ impl<T: Clone> Recent<T> {
         let was_read = self.since_start(now) < self.until.load(Ordering::Relaxed);
         let until = self.since_start(now + LEASE).max(1);
         self.until.fetch_max(until, Ordering::Relaxed);
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if !was_read {
             // The earlier reader of these events no longer exists.
-            kept.first += kept.events.len() as u64;
-            kept.events = VecDeque::new();
+            events.first += events.all.len() as u64;
+            events.all = VecDeque::new();
         }
-        let end = kept.first + kept.events.len() as u64;
+        let end = events.first + events.all.len() as u64;
         let from = from.map_or(end, |from| from.min(end));
-        let lost = kept.first.saturating_sub(from);
-        let skip = usize::try_from(from.saturating_sub(kept.first)).unwrap_or(usize::MAX);
-        let events: Vec<T> = kept.events.iter().skip(skip).take(most).cloned().collect();
+        let lost = events.first.saturating_sub(from);
+        let skip = usize::try_from(from.saturating_sub(events.first)).unwrap_or(usize::MAX);
+        let page: Vec<T> = events.all.iter().skip(skip).take(most).cloned().collect();
         Page {
-            next: from.max(kept.first) + events.len() as u64,
-            events,
+            next: from.max(events.first) + page.len() as u64,
+            events: page,
             lost,
         }
     }

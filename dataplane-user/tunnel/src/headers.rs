@@ -83,7 +83,7 @@ pub fn answer(baggage: &str) -> HeaderMap {
 /// The statements of a peer in a request.
 #[derive(Clone, Debug, Default)]
 pub struct Statements {
-    /// What it says about its workload.
+    /// The description of its workload.
     pub baggage: Option<Arc<Baggage>>,
     /// The name in DNS of the service that the client addressed.
     pub host: Option<Box<str>>,
@@ -92,7 +92,7 @@ pub struct Statements {
 }
 
 impl Statements {
-    /// Reads the headers of a request. `baggage`: what the peer has said in the tunnel's first stream.
+    /// Reads the headers of a request. `baggage`: that of the tunnel's first stream.
     pub fn read(headers: &HeaderMap, baggage: Option<Arc<Baggage>>) -> Self {
         Self {
             baggage,
@@ -111,7 +111,7 @@ fn host(headers: &HeaderMap) -> Option<Box<str>> {
     (host.len() <= HOST).then(|| host.to_ascii_lowercase().into())
 }
 
-/// Returns what the peer says about its workload.
+/// Returns the peer's description of its workload.
 pub fn baggage(headers: &HeaderMap) -> Option<Arc<Baggage>> {
     let lines = |all: GetAll<'_, HeaderValue>| -> Option<Vec<String>> {
         let texts = all.iter().map(|value| value.to_str().ok());
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_peer_sends_is_read_with_care() {
+    fn malformed_headers_are_ignored() {
         let long = format!("host={}", "a".repeat(HOST + 1));
         for (value, wanted) in [
             ("for=10.0.0.1;host=Web.Shop", Some("web.shop")),

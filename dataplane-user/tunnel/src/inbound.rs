@@ -14,7 +14,7 @@ use h2::{
     Reason, RecvStream,
     server::{self, SendResponse},
 };
-use http::{HeaderMap, Method, Response, StatusCode, uri::Authority};
+use http::{HeaderMap, Method, Response, StatusCode};
 use identity::Identities;
 use model::Identity;
 use relay::{Client, Exceeded, socket};
@@ -35,6 +35,7 @@ use super::{
     guard::{Bucket, Guard, PeerState},
     headers::Statements,
     outbound::{other, tls_failed},
+    request::{Refusal, Request},
     tls::{self, Check},
     tunnel::{self, Keepalive, Lease},
     wire::Wire,
@@ -49,47 +50,6 @@ const TRIES: u64 = 10;
 /// The time for which a failed handshake keeps its place. This limits the rate of handshakes, and so their CPU time, because
 /// places are limited.
 pub const FAILED: Duration = Duration::from_secs(1);
-
-/// The request for a stream.
-#[derive(Clone, Debug)]
-pub struct Request {
-    /// The verified identity of the peer.
-    pub peer: Identity,
-    /// The source address of the tunnel, which is the client's.
-    pub client: SocketAddr,
-    /// The destination of the stream.
-    pub authority: Authority,
-    /// What the peer says.
-    pub statements: Statements,
-}
-
-impl Request {
-    /// Returns the destination of the stream, if the authority is an address and a port.
-    pub fn destination(&self) -> Option<SocketAddr> {
-        self.authority.as_str().parse().ok()
-    }
-}
-
-/// The reason for refusing a stream, and its status.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Refusal {
-    /// The workload does not have the destination's address, or the request is invalid: 400.
-    BadRequest,
-    /// A policy denies it: 401.
-    Denied,
-    /// The application does not accept the connection, or the peer's certificate has expired since the handshake: 503.
-    Unavailable,
-}
-
-impl Refusal {
-    fn status(self) -> StatusCode {
-        match self {
-            Self::BadRequest => StatusCode::BAD_REQUEST,
-            Self::Denied => StatusCode::UNAUTHORIZED,
-            Self::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
-        }
-    }
-}
 
 /// A connection that the application has accepted.
 pub struct Accepted {

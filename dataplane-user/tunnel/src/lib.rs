@@ -34,6 +34,7 @@ mod headers;
 mod inbound;
 mod outbound;
 mod pool;
+mod request;
 #[cfg(test)]
 mod tests;
 mod tls;

@@ -73,13 +73,13 @@ impl Tunnel {
         let _ = self.failure.set(error);
     }
 
-    /// Reads what the peer says about its workload in the headers of the tunnel's first stream, and ignores those of later streams:
+    /// Reads the peer's description of its workload in the headers of the tunnel's first stream, and ignores those of later streams:
     /// a tunnel leads to or from one workload.
     pub fn read_baggage(&self, headers: &HeaderMap) {
         self.baggage.get_or_init(|| headers::baggage(headers));
     }
 
-    /// Returns what the peer says about its workload.
+    /// Returns the peer's description of its workload.
     pub fn baggage(&self) -> Option<Arc<Baggage>> {
         self.baggage.get().cloned().flatten()
     }

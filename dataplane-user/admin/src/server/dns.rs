@@ -11,11 +11,12 @@ use dns::LowerName;
 use hickory_proto::rr::RecordType;
 use serde::Deserialize;
 
-use super::{Context, answer};
+use super::{
+    Context, answer,
+    events::{MOST, Since},
+};
 use crate::api::{DnsCache, DnsCacheShare, DnsFlushed, DnsLookup};
 
-/// Queries in one answer.
-const QUERIES: usize = 2000;
 const NO_DNS: &str = "the agent answers no DNS queries; set dns.capture in its configuration\n";
 
 /// Answers with the cache and the part of each namespace.
@@ -69,20 +70,14 @@ pub async fn lookup(
     .await
 }
 
-/// The number of the first query of the page; none: the queries that the agent answers from now on.
-#[derive(Debug, Deserialize)]
-pub struct QueriesQuery {
-    from: Option<u64>,
-}
-
 /// Answers with the queries that were answered since the last time.
 pub async fn queries(
     Shared(context): Shared<Arc<Context>>,
-    Query(query): Query<QueriesQuery>,
+    Query(Since { from }): Query<Since>,
 ) -> Response {
     answer(move || {
         let dns = context.state.dns.get().ok_or(NO_DNS)?;
-        Ok(Json(dns.queries(query.from, QUERIES)))
+        Ok(Json(dns.queries(from, MOST)))
     })
     .await
 }

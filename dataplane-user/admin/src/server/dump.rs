@@ -10,19 +10,12 @@ use axum::{
 use serde::Deserialize;
 
 use super::{
-    super::{Refusals, ztunnel},
+    super::ztunnel,
     Context, answer,
+    events::{MOST, Since},
 };
 
-/// The maximum number of refusals of a page.
-const REFUSALS: usize = 2000;
 const NO_PROXY: &str = "the agent has no proxy; set `mesh` in its configuration\n";
-
-/// The number of the first event of the page; none: the events from now on.
-#[derive(Debug, Deserialize)]
-pub struct Since {
-    from: Option<u64>,
-}
 
 /// Answers with the connections that the proxy has refused since the last time.
 pub async fn refusals(
@@ -31,12 +24,7 @@ pub async fn refusals(
 ) -> Response {
     answer(move || {
         let proxy = context.state.proxy.get().ok_or(NO_PROXY)?;
-        let page = proxy.refusals(from, REFUSALS);
-        Ok(Json(Refusals {
-            refusals: page.events,
-            next: page.next,
-            lost: page.lost,
-        }))
+        Ok(Json(proxy.refusals(from, MOST)))
     })
     .await
 }

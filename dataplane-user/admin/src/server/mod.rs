@@ -4,6 +4,7 @@
 mod certificates;
 mod dns;
 mod dump;
+mod events;
 #[cfg(test)]
 mod fuzz;
 mod waypoints;

@@ -11,10 +11,8 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use admin::Refusals;
 use clap::Args;
 use dataplane_common::{Addr, Event, Hook, Port, Reason};
-use dns::Queries;
 use kernel::{Monitor, tc::name as interface_name};
 use serde::Serialize;
 use terminal::{
@@ -167,8 +165,8 @@ impl MonitorArgs {
             self.socket.client().get_text("/version")?;
         }
         match self.hook[..] {
-            [Shown::Queries] => return pages::show::<Queries>(&self),
-            [Shown::Refusals] => return pages::show::<Refusals>(&self),
+            [Shown::Queries] => return pages::show(&self, &queries::KIND),
+            [Shown::Refusals] => return pages::show(&self, &refusals::KIND),
             _ => {}
         }
         anyhow::ensure!(

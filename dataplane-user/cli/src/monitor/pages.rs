@@ -7,14 +7,10 @@ use std::{
     time::Duration,
 };
 
-use admin::{
-    Refusals,
-    client::{self, Client},
-};
-use dns::{Answered, Queries};
+use admin::client::{self, Client};
 use serde::{Serialize, de::DeserializeOwned};
-use serde_json::Value;
 use terminal::output::{self, Format};
+use threads::Page;
 
 use super::MonitorArgs;
 
@@ -23,70 +19,39 @@ const POLL: Duration = Duration::from_millis(100);
 /// Pause between two attempts to reach an agent.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// A page of lines, as the agent answers.
-pub trait Page: DeserializeOwned {
-    /// A line.
-    type Line: Serialize;
-    /// The path of the first page.
-    const PATH: &'static str;
+/// A kind of lines.
+pub struct Kind<T> {
     /// The word for the hook.
-    const HOOK: &'static str;
-
-    /// Returns the lines, the number of the first line of the next page, and the number of lines that were lost.
-    fn parts(self) -> (Vec<Self::Line>, u64, u64);
-
+    pub hook: &'static str,
+    /// The path of the first page.
+    pub path: &'static str,
     /// Writes a line for people.
-    fn text(out: &mut dyn Write, line: &Self::Line) -> io::Result<()>;
-}
-
-impl Page for Queries {
-    type Line = Answered;
-    const PATH: &'static str = "/dns/queries";
-    const HOOK: &'static str = "dns";
-
-    fn parts(self) -> (Vec<Answered>, u64, u64) {
-        (self.queries, self.next, self.lost)
-    }
-
-    fn text(out: &mut dyn Write, line: &Answered) -> io::Result<()> {
-        super::queries::text(out, line)
-    }
-}
-
-impl Page for Refusals {
-    type Line = Value;
-    const PATH: &'static str = "/refusals";
-    const HOOK: &'static str = "proxy";
-
-    fn parts(self) -> (Vec<Value>, u64, u64) {
-        (self.refusals, self.next, self.lost)
-    }
-
-    fn text(out: &mut dyn Write, line: &Value) -> io::Result<()> {
-        super::refusals::text(out, line)
-    }
+    pub text: fn(&mut dyn Write, &T) -> io::Result<()>,
 }
 
 /// Shows lines until the user stops the command, or the requested number is reached.
-pub fn show<P: Page>(args: &MonitorArgs) -> anyhow::Result<ExitCode> {
+pub fn show<T: Serialize + DeserializeOwned>(
+    args: &MonitorArgs,
+    kind: &Kind<T>,
+) -> anyhow::Result<ExitCode> {
     anyhow::ensure!(
         args.reason.is_empty() && args.iface.is_none() && args.service.is_none(),
         "--reason, --iface and --service have no meaning with --hook {}; remove them",
-        P::HOOK
+        kind.hook
     );
     let client = args.socket.client();
     let mut out = BufWriter::new(output::stdout());
     let mut left = args.count.unwrap_or(u64::MAX);
-    let mut page: P = client.get(P::PATH)?;
+    let mut page: Page<T> = client.get(kind.path)?;
     loop {
-        let (lines, next, lost) = page.parts();
+        let Page { events, next, lost } = page;
         if lost > 0 {
             eprintln!("note: {lost} lines came faster than they could be shown");
         }
         let many = usize::try_from(left).unwrap_or(usize::MAX);
-        for line in lines.iter().take(many) {
+        for line in events.iter().take(many) {
             match args.output {
-                Format::Text => P::text(&mut out, line)?,
+                Format::Text => (kind.text)(&mut out, line)?,
                 Format::Json => {
                     serde_json::to_writer(&mut out, line)?;
                     writeln!(out)?;
@@ -98,14 +63,14 @@ pub fn show<P: Page>(args: &MonitorArgs) -> anyhow::Result<ExitCode> {
         if left == 0 {
             return Ok(ExitCode::SUCCESS);
         }
-        if lines.is_empty() {
+        if events.is_empty() {
             thread::sleep(POLL);
         }
-        page = match client.get(&format!("{}?from={next}", P::PATH)) {
+        page = match client.get(&format!("{}?from={next}", kind.path)) {
             // Another agent may start, for example after an upgrade. Its numbers begin again.
             Err(client::Error::NotRunning { .. }) => {
                 eprintln!("note: no agent runs; waiting for one");
-                wait_for_agent(&client)
+                wait_for_agent(&client, kind.path)
             }
             page => page?,
         };
@@ -113,10 +78,10 @@ pub fn show<P: Page>(args: &MonitorArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// Waits for an agent, and returns its first answer. An agent that starts has no earlier lines.
-fn wait_for_agent<P: Page>(client: &Client) -> P {
+fn wait_for_agent<T: DeserializeOwned>(client: &Client, path: &str) -> Page<T> {
     loop {
         thread::sleep(RETRY);
-        if let Ok(page) = client.get(P::PATH) {
+        if let Ok(page) = client.get(path) {
             return page;
         }
     }

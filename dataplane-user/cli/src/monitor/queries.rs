@@ -5,10 +5,16 @@ use std::io::{self, Write};
 use dns::Answered;
 use terminal::output::{self, BAD, DIM, GOOD};
 
-use super::begin;
+use super::{begin, pages::Kind};
+
+pub const KIND: Kind<Answered> = Kind {
+    hook: "dns",
+    path: "/dns/queries",
+    text,
+};
 
 /// Writes a query.
-pub fn text(out: &mut dyn Write, query: &Answered) -> io::Result<()> {
+fn text(out: &mut dyn Write, query: &Answered) -> io::Result<()> {
     begin(out, query.time, "dns")?;
     let style = match &*query.code {
         "No Error" => GOOD,

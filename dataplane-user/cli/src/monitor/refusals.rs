@@ -5,8 +5,16 @@ use std::io::{self, Write};
 use serde_json::Value;
 use terminal::output::{self, BAD, DIM};
 
+use super::pages::Kind;
+
+pub const KIND: Kind<Value> = Kind {
+    hook: "proxy",
+    path: "/refusals",
+    text,
+};
+
 /// Writes a connection.
-pub fn text(out: &mut dyn Write, line: &Value) -> io::Result<()> {
+fn text(out: &mut dyn Write, line: &Value) -> io::Result<()> {
     let field = |name: &str| line[name].as_str().unwrap_or_default();
     // Of a time such as 2026-11-30T17:12:03.114Z.
     let time = field("time").get(11..23).unwrap_or_default();

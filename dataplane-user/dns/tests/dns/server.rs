@@ -190,14 +190,14 @@ fn each_query_gets_an_answer_and_is_counted() {
         assert_eq!(ask(at, &query), code, "{counted:?}");
         assert_eq!(observer.counted(), counted);
         // The log goes on for a reader that comes again.
-        assert!(observer.queries(Some(from), 0).queries.is_empty());
+        assert!(observer.queries(Some(from), 0).events.is_empty());
     }
     assert_eq!(ask_tcp(good, &query(WEB, 1)), OK);
     assert_eq!(ask_tcp(lost, &query(FOREIGN, 1)), FAILED);
     let v6 = LowerName::parse("kubernetes.default.svc.cluster.local").unwrap();
     assert_eq!(ask(alone, &question(7, &v6, 28, 1, true)), OK);
     let log = observer.queries(Some(from), 100);
-    let queries = log.queries.iter();
+    let queries = log.events.iter();
     let said: Vec<_> = queries
         .map(|of| (&*of.by, &*of.client, &*of.protocol))
         .collect();
@@ -217,7 +217,7 @@ fn each_query_gets_an_answer_and_is_counted() {
     );
     for (at, address) in [(3, "192.0.2.7"), (8, "2001:db8::1")] {
         let address: IpAddr = address.parse().unwrap();
-        assert_eq!(log.queries[at].addresses, [address]);
+        assert_eq!(log.events[at].addresses, [address]);
     }
     let shares = observer.cache_shares();
     assert_eq!(shares.keys().map(|of| &**of).collect::<Vec<_>>(), ["shop"]);

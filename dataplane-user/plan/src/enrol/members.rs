@@ -158,7 +158,7 @@ pub(super) fn members_within(
     };
     let mut members: Vec<Member> = workloads
         .into_values()
-        .filter(|workload| workload.place != Place::Elsewhere)
+        .filter(|workload| workload.is_here())
         .filter_map(|workload| captured(workload, false))
         .collect();
     for index in over_budget(&members, room) {

@@ -81,11 +81,11 @@ impl Line {
         let identity = principals.and_then(|of| of.peer.as_ref());
         let mut peer = side(record.peer.as_deref(), identity);
         if record.peer.is_none()
-            && let Some(told) = principals.and_then(|of| of.told.as_ref())
+            && let Some(baggage) = principals.and_then(|of| of.baggage.as_ref())
         {
             let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
             let namespace = identity.map(|of| of.namespace().to_owned());
-            let [workload, cluster] = [&told.service, &told.cluster].map(|text| some(text));
+            let [workload, cluster] = [&baggage.service, &baggage.cluster].map(|text| some(text));
             peer = [
                 workload,
                 namespace,
@@ -215,7 +215,7 @@ mod tests {
                 own: identity("own"),
                 peer: Some(identity("peer")),
                 is_attested: false,
-                told: None,
+                baggage: None,
             })),
             peer: Some(workload("peer")),
             denied: None,

@@ -14,8 +14,8 @@ use super::{fixture::*, raw::*};
 use crate::{
     Settings,
     error::{Error, Phase},
-    inbound::Refusal,
     outbound::Connect,
+    request::Refusal,
     tls::{Check, Trust},
 };
 

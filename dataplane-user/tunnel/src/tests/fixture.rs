@@ -30,9 +30,10 @@ use crate::{
     copy::{CloseReason, Flow, Stream},
     error::Error,
     headers::{self, Trace},
-    inbound::{Accepted, Inbound, Listening, Refusal, Request},
+    inbound::{Accepted, Inbound, Listening},
     outbound::{Connect, Dial},
     pool::Key,
+    request::{Refusal, Request},
 };
 
 pub const HOUR: Duration = Duration::from_hours(1);

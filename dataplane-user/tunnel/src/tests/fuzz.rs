@@ -14,7 +14,7 @@ use tokio::{
 };
 
 use super::{fixture::*, raw::*};
-use crate::{Settings, inbound::Refusal};
+use crate::{Settings, request::Refusal};
 
 /// Longer than any answer takes.
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -220,7 +220,7 @@ fn nothing_is_left(agent: &Agent) -> Result<()> {
     })
 }
 
-/// What the agent has: its memory in KiB, its open files but those of programs and tables, and those.
+/// The agent's memory in KiB, its open files except those of programs and tables, and those of programs and tables.
 fn held(agent: &Agent) -> Result<(u64, usize, usize)> {
     let files = fs::read_dir(format!("/proc/{}/fd", agent.id()))?;
     // A file may be closed meanwhile.

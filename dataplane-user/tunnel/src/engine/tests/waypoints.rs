@@ -11,7 +11,8 @@ use super::{super::arrive::Arrive, *};
 use crate::{
     copy::Flow,
     headers::Statements,
-    inbound::{Accepted, Inbound, Refusal, Request},
+    inbound::{Accepted, Inbound},
+    request::{Refusal, Request},
 };
 
 /// The waypoint's Pod, and its service.

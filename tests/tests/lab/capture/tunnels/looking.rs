@@ -1,10 +1,8 @@
-//! What an operator sees of tunnels: refused connections, and the dump that `istioctl` reads.
+//! Tunnels as an operator sees them: refused connections, and the dump that `istioctl` reads.
 
 use std::{
     fs,
     path::{Path, PathBuf},
-    thread,
-    time::Duration,
 };
 
 use anyhow::{Result, ensure};
@@ -34,13 +32,15 @@ pub fn monitor_shows_what_the_proxy_refuses() -> Result<()> {
         let arguments = ["monitor", "--hook", "proxy", "-o", "json", "--count", "1"];
         agent.dataplane(arguments).stdout_piped().spawn()
     });
-    let monitors: Vec<_> = monitors.collect::<Result<_, _>>()?;
-    // Until both read.
-    thread::sleep(Duration::from_secs(1));
+    let mut monitors: Vec<_> = monitors.collect::<Result<_, _>>()?;
     world.write(true, &[limit()])?;
+    // Until the policy holds, and both monitors read.
     eventually(|| {
         let report = ask(world.app(), "10.244.2.5:80", "http")?;
         ensure!(report.answered == 0, "in spite of the policy: {report:?}");
+        for monitor in &mut monitors {
+            ensure!(monitor.try_wait()?.is_some(), "no monitor shows it");
+        }
         Ok(())
     })?;
     let lines = monitors.into_iter().map(Process::wait);

@@ -1,4 +1,4 @@
-//! What the agent and ztunnel say about a connection: to each other, in their access logs, and in their metrics.
+//! A connection in the access logs and metrics of the agent and of ztunnel, and in the headers between them.
 
 use anyhow::{Context as _, Result, ensure};
 
@@ -190,7 +190,7 @@ pub fn both_say_the_same_of_a_connection() -> Result<()> {
             Ok(())
         })?;
 
-        // What ztunnel does not know, our baggage tells it.
+        // The agent's baggage has the names that ztunnel does not know.
         world.knows_app = false;
         world.restart(&[])?;
         reaches(world.app(), "10.96.0.10:80", "http", &["far"])?;
