@@ -136,7 +136,7 @@ const LATELY: Duration = Duration::from_mins(10);
 
 /// The maximum number of kinds of connections with counters of their own, between two times at which they go to the ledger:
 /// peers choose what they say about themselves.
-const KINDS: usize = 4096;
+pub(super) const KINDS: usize = 4096;
 
 /// An attachment while its connections are relayed. Its listening sockets are closed with the last
 /// reference to them.
