@@ -2,7 +2,7 @@
 //! which packets pass the stack.
 
 use std::{
-    net::{IpAddr, SocketAddr, TcpStream},
+    net::{IpAddr, SocketAddr, TcpStream, UdpSocket},
     thread,
     time::Duration,
 };
@@ -14,6 +14,7 @@ use nix::sys::socket::{setsockopt, sockopt};
 use crate::{
     cluster::{Cluster, POD_CIDRS, TCP, UDP, eventually, reaches, serve},
     differential::world::unlimited_icmp,
+    features::on,
     iptables::load,
     manifest::Config,
     sockets::{address, bytes, tcp, transfer, udp},
@@ -23,6 +24,7 @@ use crate::{
 scenarios! {
     Dataplane:
     flows_between_pods_leave_no_trace_in_the_kernels_conntrack,
+    a_new_destination_is_never_taken_for_a_flow_that_is_known,
     rules_of_nat_hold,
     connections_to_host_ports_of_others_are_translated_back,
     pods_that_rules_exchange_stay_exchanged,
@@ -90,6 +92,36 @@ fn flows_between_pods_leave_no_trace_in_the_kernels_conntrack() -> Result<()> {
                 2 * FLOWS
             );
         }
+    }
+    Ok(())
+}
+
+/// Whichever place in the table of UDP flows a datagram's hash leads to, a known flow between the same pods is there. The stack still
+/// sees the first datagram to each port.
+fn a_new_destination_is_never_taken_for_a_flow_that_is_known() -> Result<()> {
+    const NEW: std::ops::Range<u16> = 5400..5420;
+    let cluster = start(&[])?;
+    let lab = &cluster.lab;
+    let (sleep, near) = (lab.pod("sleep"), lab.pod("near"));
+    let [from, to] = [address(sleep, true), address(near, true)];
+    flows(sleep, near, true, from)?;
+    on(sleep, |_| {
+        for port in 10_000..40_000 {
+            UdpSocket::bind((from, port))?.send_to(b"?", (to, UDP))?;
+        }
+        let socket = UdpSocket::bind((from, 0))?;
+        for port in NEW {
+            socket.send_to(b"?", (to, port))?;
+        }
+        Ok(())
+    })?;
+    let all = tracked(lab.node("node2"))?;
+    for port in NEW {
+        let has_port = |flow: &Tracked| flow.line.contains(&format!(" dport={port} "));
+        ensure!(
+            all.iter().any(has_port),
+            "the stack has not seen {to}:{port}"
+        );
     }
     Ok(())
 }
